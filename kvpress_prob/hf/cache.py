@@ -1,0 +1,208 @@
+"""A transformers cache layer over the ragged store.
+
+``compress_layer`` replaces one ``DynamicLayer`` of a cache by a ``RaggedLayer`` that stores a different number of
+entries per head. All state of a compressed context lives here: two caches on one model never see each other, and deep
+copies are independent.
+
+Two lengths are never mixed. The *logical* length, context plus appended tokens, is what positions and masks count;
+``get_seq_length`` returns it. The *physical* lengths are what is stored, one per batch row and head.
+"""
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from kvpress_prob.hf.attention import RaggedKeys, RaggedValues
+from kvpress_prob.ops import append
+from kvpress_prob.ragged import RaggedKV
+
+
+class RaggedLayer(CacheLayerMixin):
+    """Cache layer of a compressed context plus everything appended after it.
+
+    Parameters
+    ----------
+    store : RaggedKV
+        The kept entries of the context.
+    context_length : int
+        Tokens of the context before eviction, left padding included.
+    padding : list of int
+        Left padding of each batch row.
+    """
+
+    is_compileable = False
+    is_sliding = False
+    is_initialized = True
+
+    # The base class' __init__ only sets `keys`, `values` and `is_initialized`, which are properties and a constant
+    # here.
+    def __init__(self, store: RaggedKV, context_length: int, padding: list[int]):
+        self.store = store
+        self.context_length = context_length
+        self.padding = padding
+        self.appended = 0
+
+    def __repr__(self) -> str:
+        stored = int(self.store.length.sum())
+        return f"RaggedLayer(context={self.context_length}, appended={self.appended}, stored={stored})"
+
+    # The base class declares dense tensors; every reader of a compressed layer goes through hf.attention.
+    @property
+    def keys(self) -> RaggedKeys:
+        return RaggedKeys(self, self.get_seq_length())
+
+    @keys.setter
+    def keys(self, first: RaggedKeys) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._assign(first)
+
+    @property
+    def values(self) -> RaggedValues:
+        return RaggedValues(self, self.get_seq_length())
+
+    @values.setter
+    def values(self, first: RaggedValues) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self._assign(first)
+
+    def _assign(self, first: RaggedKeys | RaggedValues) -> None:
+        """``layer.keys = layer.keys[:, :, :n]`` crops to ``n`` tokens; nothing else can be assigned."""
+        if not isinstance(first, RaggedKeys | RaggedValues) or first.layer is not self:
+            raise TypeError(
+                f"a compressed cache layer can be set to layer.keys[:, :, :n] only, got {type(first).__name__}"
+            )
+        self.crop(first.length)
+
+    def update(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, key_states: Tensor, value_states: Tensor, cache_kwargs: dict[str, Any] | None = None
+    ) -> tuple[RaggedKeys, RaggedValues]:
+        """Append new tokens in place; returns what ``hf.attention`` reads."""
+        n = key_states.shape[2]
+        self.store = self.store.with_room(n)
+        append(self.store, key_states, value_states)
+        self.appended += n
+        return self.keys, self.values
+
+    def apply_mask(self, mask: Tensor, n: int) -> None:
+        """Take over a mask [b or 1, heads or 1, n, logical length] for the newest ``n`` tokens; bool, or additive with
+        0 and -inf.
+
+        Appended tokens that the mask hides (padding of a batch of questions) get weight 0. The compressed context is
+        there for every row or for none: a mask over it that is not its own left padding, and anything that is not
+        causal, is refused.
+        """
+        length, t = self.get_seq_length(), self.context_length
+        if mask.shape[-1] != length or mask.shape[-2] != n:
+            raise ValueError(
+                f"attention_mask must cover {n} new tokens and {length} entries, got {tuple(mask.shape[-2:])}"
+            )
+        allowed = mask if mask.dtype == torch.bool else mask == 0
+        allowed = allowed[:, 0].expand(self.store.batch, n, length)
+        visible = allowed[:, -1]  # [b length]
+        causal = torch.ones(n, length, dtype=torch.bool, device=mask.device).tril(length - n)
+        padding = torch.tensor(self.padding, device=mask.device).unsqueeze(-1)
+        own_padding = torch.arange(t, device=mask.device) >= padding
+        if not torch.equal(visible[:, :t], own_padding) or not torch.equal(allowed, causal & visible.unsqueeze(1)):
+            raise NotImplementedError(
+                "over a compressed KV cache, attention_mask may hide left padding only (causal attention)"
+            )
+        if self.appended:
+            places = (self.store.start + self.store.length).unsqueeze(-1) - torch.arange(
+                self.appended, 0, -1, device=self.store.start.device
+            )
+            hidden = torch.where(visible[:, t:], 0.0, -torch.inf).repeat_interleave(self.store.kv_heads, 0)
+            self.store.log_w[places] = hidden.to(self.store.log_w.device)
+
+    def get_seq_length(self) -> int:
+        return self.context_length + self.appended
+
+    def get_mask_sizes(self, cache_position: Tensor) -> tuple[int, int]:
+        return self.get_seq_length() + cache_position.shape[0], 0
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def crop(self, max_length: int) -> None:
+        """Drop tokens after ``max_length`` (or the last ``-max_length`` ones). Evicted context cannot be cropped."""
+        length = self.get_seq_length()
+        max_length = length + max_length if max_length < 0 else max_length
+        if max_length < self.context_length:
+            raise NotImplementedError(
+                f"cannot crop into a compressed context of {self.context_length} tokens, got {max_length}"
+            )
+        drop = max(length - max_length, 0)
+        self.store.truncate(drop)
+        self.appended -= drop
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        rows = torch.arange(self.store.batch)[indices.cpu()].tolist()
+        self.store = self.store.select_rows(rows)
+        self.padding = [self.padding[row] for row in rows]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.batch_select_indices(torch.arange(self.store.batch).repeat_interleave(repeats))
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise NotImplementedError("a compressed cache layer holds its context already")
+
+    def reset(self) -> None:
+        raise NotImplementedError("a compressed cache cannot be reset: make a new DynamicCache")
+
+    def offload(self) -> None:
+        raise NotImplementedError("a compressed cache cannot be offloaded")
+
+    def prefetch(self) -> None:
+        raise NotImplementedError("a compressed cache cannot be offloaded")
+
+
+def check_cache(cache: Cache | None) -> None:
+    """Raise ``TypeError`` unless every layer of the cache can be compressed or left alone; ``None`` is the model's
+    default cache."""
+    if cache is None:
+        return
+    supported = isinstance(cache, DynamicCache) and not cache.offloading
+    supported = supported and cache.layer_class_to_replicate in (None, DynamicLayer)
+    if not supported or any(
+        type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, RaggedLayer) for layer in cache.layers
+    ):
+        kind = f"offloaded {type(cache).__name__}" if getattr(cache, "offloading", False) else type(cache).__name__
+        raise TypeError(f"past_key_values must be a DynamicCache that is not offloaded, got {kind}")
+
+
+def compress_layer(cache: Cache, layer_idx: int, kept: Tensor, log_w: Tensor, padding: list[int]) -> None:
+    """Replace a dense layer by its kept entries; the dense tensors are released before the next layer is packed.
+
+    Parameters
+    ----------
+    cache : Cache
+        Changed in place.
+    layer_idx : int
+    kept : Bool[Tensor, "b hkv t"]
+    log_w : Float[Tensor, "b hkv t"]
+    padding : list of int
+        Left padding of each batch row.
+    """
+    dense = cache.layers[layer_idx]
+    keys, values = cast(Tensor, dense.keys), cast(Tensor, dense.values)
+    store = RaggedKV.pack(keys, values, kept, log_w)
+    cache.layers[layer_idx] = RaggedLayer(store, keys.shape[2], padding)
+    dense.keys = dense.values = None
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes that the cache's tensors hold, measured on their storages; a storage that several tensors share counts
+    once."""
+    storages: dict[int, int] = {}
+    for layer in cache.layers:
+        if isinstance(layer, RaggedLayer):
+            store = layer.store
+            tensors = [store.keys, store.values, store.log_w, store.start, store.length]
+        else:
+            tensors = [value for value in vars(layer).values() if isinstance(value, Tensor)]
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())

@@ -1,0 +1,129 @@
+r"""The budget: how much to draw so that, on average, the wanted number of distinct entries is kept.
+
+``J(m)`` distinct entries are left after ``m`` draws from ``pi`` (arXiv 2608.28293, appendix F; the classical occupancy
+problem)::
+
+    E[J(m)] = sum_i 1 - (1 - pi_i)^m = sum_i -expm1(m log1p(-pi_i))
+
+and a systematic sample keeps entry ``i`` with probability ``q_i = min(1, lambda a_i)``. Both expectations increase in
+their one unknown, so each is solved by doubling and bisection. Heads that share one unknown form a *group*: all heads
+of a model (``allocation="global"``, Algorithm 2 of the paper), the heads of a layer, or a single head.
+"""
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+MAX_DRAWS = 10**15
+"""Largest number of draws that is searched; integers up to here are exact in float64."""
+
+
+def group_sum(per_head: Float[Tensor, " h"], group: Int[Tensor, " h"], groups: int) -> Float[Tensor, " g"]:
+    """Sum a quantity of each head over the heads of a group."""
+    return torch.zeros(groups, dtype=per_head.dtype, device=per_head.device).index_add_(0, group, per_head)
+
+
+def expected_distinct(pi: Float[Tensor, "h t"], draws: Float[Tensor, " h"]) -> Float[Tensor, " h"]:
+    """``E[J(m)]`` of each head for ``m = draws``; float64 in, float64 out."""
+    return keep_probability(pi, draws).sum(-1)
+
+
+def keep_probability(pi: Float[Tensor, "h t"], draws: Float[Tensor, " h"]) -> Float[Tensor, "h t"]:
+    """``P(i kept) = 1 - (1 - pi_i)^m``, accurate for tiny ``pi_i`` and huge ``m``."""
+    return -torch.expm1(draws.unsqueeze(-1) * torch.log1p(-pi))
+
+
+def solve_draws(
+    pi: Float[Tensor, "h t"], share: Float[Tensor, " h"], group: Int[Tensor, " h"], target: Float[Tensor, " g"]
+) -> Int[Tensor, " h"]:
+    """Number of draws per head whose expected distinct entries come closest to each group's target.
+
+    Parameters
+    ----------
+    pi : Float[Tensor, "h t"]
+        Proposals, float64; a row sums to 1, or to 0 for a head that draws nothing.
+    share : Float[Tensor, "h"]
+        Head ``h`` draws ``max(1, round(m share_h))`` times, with one ``m`` per group; all ones for the paper's rule.
+    group : Int[Tensor, "h"]
+        Group of each head, 0 to g - 1.
+    target : Float[Tensor, "g"]
+        Wanted sum of expected distinct entries of each group.
+
+    Returns
+    -------
+    Int[Tensor, "h"]
+        int64, at least 1 and at most ``MAX_DRAWS``. With equal shares ``|sum E[J] - target|`` is at most half an entry
+        per head of the group, unless the target lies outside ``[heads, support]``: then 1 or ``MAX_DRAWS`` draws are
+        returned.
+    """
+    groups = len(target)
+    log_miss = torch.log1p(-pi)
+
+    def draws(m: Tensor) -> Tensor:
+        return (m.double()[group] * share).round().clamp(1, MAX_DRAWS)
+
+    def total(m: Tensor) -> Tensor:
+        return group_sum(-torch.expm1(draws(m).unsqueeze(-1) * log_miss).sum(-1), group, groups)
+
+    low = torch.ones(groups, dtype=torch.int64, device=pi.device)
+    high = low
+    while (below := (total(high) < target) & (high < MAX_DRAWS)).any():
+        low, high = torch.where(below, high, low), torch.where(below, (high * 2).clamp(max=MAX_DRAWS), high)
+    while (high - low > 1).any():
+        middle = (low + high) // 2
+        below = total(middle) < target
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    closest = torch.where((total(low) - target).abs() <= (total(high) - target).abs(), low, high)
+    return draws(closest).long()
+
+
+def solve_inclusion(
+    weights: Float[Tensor, "h t"],
+    group: Int[Tensor, " h"],
+    target: Float[Tensor, " g"],
+    at_least: Float[Tensor, " h"],
+) -> Float[Tensor, "h t"]:
+    """Inclusion probabilities ``q_i = min(1, lambda a_i)`` with one ``lambda`` per group and a given total.
+
+    Parameters
+    ----------
+    weights : Float[Tensor, "h t"]
+        ``a_i >= 0``, float64. Entries with weight 0 are never kept.
+    group : Int[Tensor, "h"]
+        Group of each head, 0 to g - 1.
+    target : Float[Tensor, "g"]
+        Wanted sum of ``q`` over each group. Targets above the group's support keep the whole support.
+    at_least : Float[Tensor, "h"]
+        Smallest sum of ``q`` of a head, 0 or 1. A head with little weight is raised to it; the others give way.
+
+    Returns
+    -------
+    Float[Tensor, "h t"]
+        float64. The sum over a group equals its target to 1e-9 relative, unless ``at_least`` or the support forbid it.
+    """
+    groups = len(target)
+    total_weight = weights.sum(-1)
+    floor = at_least / torch.where(total_weight > 0, total_weight, torch.inf)
+
+    def inclusion(scale: Tensor) -> Tensor:
+        return (torch.maximum(scale[group], floor).unsqueeze(-1) * weights).clamp(max=1)
+
+    def total(scale: Tensor) -> Tensor:
+        return group_sum(inclusion(scale).sum(-1), group, groups)
+
+    # Bisection on log lambda: from where no group reaches a thousandth of an entry to where the smallest weight
+    # saturates.
+    smallest = torch.full((groups,), torch.inf, dtype=torch.float64, device=weights.device)
+    smallest = smallest.scatter_reduce(0, group, torch.where(weights > 0, weights, torch.inf).amin(-1), "amin")
+    sums = group_sum(total_weight, group, groups)
+    low = torch.where(sums > 0, -sums.clamp(min=torch.finfo(torch.float64).tiny).log(), 0) - 7
+    high = torch.where(smallest.isfinite(), -smallest.log(), 0).maximum(low) + 1e-9
+    reachable = (target > 0) & (total(low.exp()) < target)
+    for _ in range(64):
+        middle = (low + high) / 2
+        below = total(middle.exp()) < target
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    q = inclusion(torch.where(reachable, high.exp(), 0))
+    support = group_sum((weights > 0).sum(-1).double(), group, groups)
+    whole = (target >= support)[group].unsqueeze(-1) & (weights > 0)
+    return torch.where(whole, 1, q)

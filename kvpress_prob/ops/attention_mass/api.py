@@ -1,0 +1,91 @@
+"""Public entry of ``attention_mass``: checks and dispatch."""
+
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from kvpress_prob.ops.attention_mass.blocked import attention_mass_blocked
+from kvpress_prob.ops.attention_mass.reference import attention_mass_reference
+
+Impl = Literal["auto", "reference", "blocked"]
+IMPLS: tuple[Impl, ...] = ("auto", "reference", "blocked")
+Statistic = Literal["mean", "rms", "max"]
+STATISTICS: tuple[Statistic, ...] = ("mean", "rms", "max")
+
+
+def attention_mass(
+    query: Float[Tensor, "b hq n d"],
+    keys: Float[Tensor, "b hkv t d"],
+    row_weights: Float[Tensor, "b n"],
+    *,
+    scaling: float,
+    positions: Int[Tensor, " n"] | None = None,
+    valid: Bool[Tensor, "b t"] | None = None,
+    values: Float[Tensor, "b hkv t dv"] | None = None,
+    softcap: float | None = None,
+    statistic: Statistic = "mean",
+    impl: Impl = "auto",
+) -> tuple[Float[Tensor, "b hq t"], Float[Tensor, "b hq n dv"] | None]:
+    """Statistic over causal query rows of the attention that each entry receives, per query head.
+
+    Parameters
+    ----------
+    query : Float[Tensor, "b hq n d"]
+        Query rows as the model's attention function gets them (after rotary embedding and norms).
+    keys : Float[Tensor, "b hkv t d"]
+        ``hkv`` divides ``hq``.
+    row_weights : Float[Tensor, "b n"]
+        ``h_j >= 0``; 0 for rows that do not count, padding among them.
+    scaling : float
+        Factor of the logits.
+    positions : Int[Tensor, "n"], optional
+        Last entry that each row sees, non-decreasing. Default: the rows are the newest ``n`` of ``t``.
+    valid : Bool[Tensor, "b t"], optional
+        False for padding, which receives nothing.
+    values : Float[Tensor, "b hkv t dv"], optional
+        When given, the rows' attention output is returned too.
+    softcap : float, optional
+        As in ``weighted_decode``.
+    statistic : "mean", "rms" or "max"
+        ``sum_j h_j p_j(i)``, ``sqrt(sum_j h_j p_j(i)^2)`` or the maximum of ``p_j(i)`` over rows with positive weight.
+    impl : "auto", "reference" or "blocked"
+        "auto" takes "blocked", whose memory is linear in ``t``.
+
+    Returns
+    -------
+    mass : Float[Tensor, "b hq t"]
+        float32 (float64 for float64 queries).
+    output : Float[Tensor, "b hq n dv"] or None
+        In the query's dtype.
+
+    Raises
+    ------
+    ValueError
+        If shapes, ``statistic`` or ``impl`` do not fit.
+    """
+    b, hq, n, d = query.shape
+    hkv, t = keys.shape[1:3]
+    if keys.shape != (b, hkv, t, d) or hq % hkv:
+        raise ValueError(f"keys must have shape ({b}, a divisor of {hq}, t, {d}), got {tuple(keys.shape)}")
+    if row_weights.shape != (b, n):
+        raise ValueError(f"row_weights must have shape ({b}, {n}), got {tuple(row_weights.shape)}")
+    if valid is not None and valid.shape != (b, t):
+        raise ValueError(f"valid must have shape ({b}, {t}), got {tuple(valid.shape)}")
+    if values is not None and values.shape[:3] != keys.shape[:3]:
+        raise ValueError(f"values must have shape {tuple(keys.shape[:3])} x dv, got {tuple(values.shape)}")
+    if statistic not in STATISTICS:
+        raise ValueError(f"statistic must be one of {STATISTICS}, got {statistic!r}")
+    if positions is None:
+        if n > t:
+            raise ValueError(
+                f"positions must be given when there are more rows than entries, got {n} rows and {t} entries"
+            )
+        positions = torch.arange(t - n, t, device=keys.device)
+    elif positions.shape != (n,):
+        raise ValueError(f"positions must have shape ({n},), got {tuple(positions.shape)}")
+    if impl not in IMPLS:
+        raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")
+    function = attention_mass_reference if impl == "reference" else attention_mass_blocked
+    return function(query, keys, row_weights, positions, valid, values, scaling, softcap, statistic)

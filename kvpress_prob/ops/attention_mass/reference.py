@@ -1,0 +1,51 @@
+r"""``attention_mass`` in plain torch with the whole rows-by-entries matrix: the specification.
+
+With ``p_j = softmax_i(a_ji)``, ``a_ji = scaling q_j.k_i`` (softcapped if asked) over the entries ``i <= position_j``
+that are valid::
+
+    mean   sum_j h_j p_j(i)
+    rms    sqrt(sum_j h_j p_j(i)^2)
+    max    max_{j: h_j > 0} p_j(i)
+    output o_j = sum_i p_j(i) v_i
+
+A row always sees its own position, so padding rows are defined; they carry ``h_j = 0``.
+"""
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+
+def attention_mass_reference(
+    query: Float[Tensor, "b hq n d"],
+    keys: Float[Tensor, "b hkv t d"],
+    row_weights: Float[Tensor, "b n"],
+    positions: Int[Tensor, " n"],
+    valid: Bool[Tensor, "b t"] | None,
+    values: Float[Tensor, "b hkv t dv"] | None,
+    scaling: float,
+    softcap: float | None,
+    statistic: str,
+) -> tuple[Float[Tensor, "b hq t"], Float[Tensor, "b hq n dv"] | None]:
+    """See ``attention_mass``. Computes in float32, or in float64 when the query is float64."""
+    group = query.shape[1] // keys.shape[1]
+    wide = torch.promote_types(query.dtype, torch.float32)
+    logits = scaling * query.to(wide) @ keys.to(wide).repeat_interleave(group, 1).mT  # [b hq n t]
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    column, row = torch.arange(keys.shape[2], device=keys.device), positions.unsqueeze(-1)
+    seen = (column <= row).expand(query.shape[0], 1, -1, -1)
+    if valid is not None:
+        seen = seen & (valid[:, None, None, :] | (column == row))
+    probability = torch.softmax(logits.masked_fill(~seen, -torch.inf), -1)
+    weight = row_weights.to(wide)[:, None, :, None]
+    if statistic == "mean":
+        mass = (weight * probability).sum(2)
+    elif statistic == "rms":
+        mass = (weight * probability.square()).sum(2).sqrt()
+    else:
+        mass = torch.where(weight > 0, probability, 0).amax(2)
+    output = None
+    if values is not None:
+        output = (probability @ values.to(wide).repeat_interleave(group, 1)).to(query.dtype)
+    return mass, output

@@ -1,0 +1,141 @@
+"""The press: a proposal from any scorer, a draw, real eviction, and weights for decoding."""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from kvpress import BasePress, ScorerPress
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvpress_prob.hf import watch_prefills
+from kvpress_prob.maths.draw import ALLOCATIONS, BUDGET_WEIGHTINGS, SAMPLERS, Allocation, BudgetWeighting, Sampler
+from kvpress_prob.maths.importance import CORRECTIONS, Correction
+from kvpress_prob.maths.proposals import check_temperature
+from kvpress_prob.presses.compression import Compression
+from kvpress_prob.presses.observed import check_ratio
+from kvpress_prob.presses.report import CompressionReport
+
+
+@dataclass
+class ProbabilisticPress(BasePress):
+    """
+    Probabilistic eviction with decode-time correction.
+
+    At the end of a prefill a budget of entries is drawn from each head's proposal, everything else is evicted (each
+    head stores a different number of entries), and decoding adds the kept entries' log importance weights to the
+    attention logits.
+
+    Based on A Probabilistic Interpretation of KV Cache Eviction (https://arxiv.org/abs/2608.28293). The paper to the
+    letter is ``sampler="multinomial", correction="counts"``; the defaults have less variance at the same budget.
+
+    Parameters
+    ----------
+    press : ScorerPress
+        Any kvpress scorer. Non-negative scores are normalised to a proposal, scores with negative values go through a
+        softmax; entries that a scorer protects are kept with weight 1.
+    compression_ratio : float, default=0.0
+        Fraction of key-value pairs to evict, over all heads of all full-attention layers. Sliding-window layers are
+        left alone.
+    sampler : {"systematic", "multinomial"}, default="systematic"
+        Without replacement and with an exact budget, or counts of independent draws.
+    correction : {"inclusion", "counts", "none"}, default="inclusion"
+        Weight of a kept entry: one over its inclusion probability, its count over the expected count, or 1.
+    temperature : float, default=1.0
+        Importance temperature: log-weights are divided by it. 1 corrects fully, infinity not at all.
+    proposal_temperature : float, default=1.0
+        Scores s become s^(1/T), or softmax(s/T) if any is negative.
+    uniform_mix : float, default=0.0
+        Share of the uniform distribution in each head's proposal.
+    allocation : {"global", "layer", "head"}, default="global"
+        What the compression ratio holds for.
+    budget_weighting : {"uniform", "score"}, default="uniform"
+        Draw from normalised proposals with one number of draws for all heads, or from each head in proportion to its
+        scores' total.
+    n_sink : int, default=0
+        Number of first entries that are always kept.
+    n_recent : int, default=0
+        Number of last entries that are always kept.
+    seed : int, optional, default=None
+        Seed of the draw. None takes a fresh one from the operating system each time (see ``report.seed``); the global
+        random state is never touched. Every batch row uses the same seed, so it is compressed as it would be alone.
+
+    Attributes
+    ----------
+    report : CompressionReport or None
+        Figures of the last compressed prefill.
+    """
+
+    press: ScorerPress
+    compression_ratio: float = 0.0
+    sampler: Sampler = "systematic"
+    correction: Correction = "inclusion"
+    temperature: float = 1.0
+    proposal_temperature: float = 1.0
+    uniform_mix: float = 0.0
+    allocation: Allocation = "global"
+    budget_weighting: BudgetWeighting = "uniform"
+    n_sink: int = 0
+    n_recent: int = 0
+    seed: int | None = None
+    report: CompressionReport | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self):
+        if not isinstance(self.press, ScorerPress):
+            raise TypeError(f"press must be a kvpress ScorerPress, got {type(self.press).__name__}")
+        self._check()
+
+    def _check(self) -> None:
+        check_ratio(self.compression_ratio)
+        check_temperature("temperature", self.temperature)
+        check_temperature("proposal_temperature", self.proposal_temperature)
+        for name, value, allowed in (
+            ("sampler", self.sampler, SAMPLERS),
+            ("correction", self.correction, CORRECTIONS),
+            ("allocation", self.allocation, ALLOCATIONS),
+            ("budget_weighting", self.budget_weighting, BUDGET_WEIGHTINGS),
+        ):
+            if value not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+        if self.correction == "counts" and self.sampler != "multinomial":
+            raise ValueError(f"correction='counts' needs sampler='multinomial', got sampler={self.sampler!r}")
+        if not isinstance(self.uniform_mix, (int, float)) or not 0 <= self.uniform_mix <= 1:
+            raise ValueError(f"uniform_mix must be a number in [0, 1], got {self.uniform_mix!r}")
+        for name, value in (("n_sink", self.n_sink), ("n_recent", self.n_recent)):
+            if not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
+        if self.seed is not None and not isinstance(self.seed, int):
+            raise ValueError(f"seed must be None or an integer, got {self.seed!r}")
+
+    def post_init_from_model(self, model: PreTrainedModel) -> None:
+        self.press.post_init_from_model(model)
+
+    def compress(self, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Not a per-layer method: the budget is shared by all layers."""
+        raise NotImplementedError("ProbabilisticPress compresses whole caches: use it as the outermost press")
+
+    @contextmanager
+    def __call__(self, model: PreTrainedModel) -> Generator[None, None, None]:
+        """Compress every prefill inside the block. Decoding works inside and after it.
+
+        Raises
+        ------
+        TypeError, ValueError
+            For parameters, models and caches that are not supported; before anything has run.
+        """
+        self._check()
+        self.post_init_from_model(model)
+        # Some scorers (StreamingLLM, CriticalKV) score differently at different ratios.
+        self.press.compression_ratio = self.compression_ratio
+        with watch_prefills(model, lambda: Compression(self)):
+            yield
+
+    def generator(self) -> torch.Generator:
+        """A fresh CPU generator for one draw."""
+        generator = torch.Generator()
+        if self.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(self.seed)
+        return generator

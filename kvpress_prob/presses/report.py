@@ -1,0 +1,81 @@
+"""What a compression did: ``press.report``."""
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class CompressionReport:
+    """Figures of one compressed prefill.
+
+    Attributes
+    ----------
+    target_ratio : float
+        Wanted fraction of evicted entries, over full-attention layers.
+    context_lengths : list of int
+        Tokens of each batch row, padding not counted.
+    layers : list of int
+        Indices of the compressed (full-attention) layers.
+    kept : Int[Tensor, "layers b hkv"]
+        Entries kept by each head; int64 on the CPU.
+    effective : Float[Tensor, "layers b hkv"]
+        Kish's effective sample size of the kept entries' weights, at most ``kept``.
+    draws : Int[Tensor, "layers b hkv"] or None
+        Number of draws of every head; None for the systematic sampler.
+    bytes_before, bytes_after : int
+        Bytes of the whole cache, sliding-window layers included, measured on its storages.
+    seed : int
+        Seed of the draw: pass it as ``seed=`` to repeat it.
+    """
+
+    target_ratio: float
+    context_lengths: list[int]
+    layers: list[int]
+    kept: Tensor
+    effective: Tensor
+    draws: Tensor | None
+    bytes_before: int
+    bytes_after: int
+    seed: int
+    settings: str = field(default="", repr=False)
+
+    @property
+    def entries(self) -> int:
+        """Entries of the compressed layers before eviction, padding not counted."""
+        return sum(self.context_lengths) * self.kept.shape[0] * self.kept.shape[2]
+
+    @property
+    def achieved_ratio(self) -> float:
+        """Fraction of entries that were evicted."""
+        return 1 - int(self.kept.sum()) / self.entries if self.entries else 0.0
+
+    @property
+    def layer_ratios(self) -> list[float]:
+        """Fraction of evicted entries of each compressed layer."""
+        per_layer = sum(self.context_lengths) * self.kept.shape[2]
+        return (1 - self.kept.sum((1, 2)).double() / per_layer).tolist()
+
+    @property
+    def effective_fraction(self) -> float:
+        """Effective sample size of all heads' weights over the kept entries."""
+        return float(self.effective.sum() / self.kept.sum().clamp(min=1))
+
+    def __str__(self) -> str:
+        kept = self.kept.double()
+        lines = [
+            f"compressed {self.context_lengths} tokens, {len(self.layers)} layers x {self.kept.shape[2]} KV heads",
+            f"  press    {self.settings}",
+            f"  ratio    target {self.target_ratio:.4f}, achieved {self.achieved_ratio:.4f}",
+            f"  kept     {int(kept.sum())} of {self.entries} entries"
+            + (
+                f"; per head {int(kept.min())} to {int(kept.max())}, median {int(kept.median())}"
+                if kept.numel()
+                else ""
+            ),
+            f"  memory   {self.bytes_before / 1e6:.2f} MB -> {self.bytes_after / 1e6:.2f} MB",
+            f"  weights  effective sample size {self.effective_fraction:.1%} of kept; seed {self.seed}",
+        ]
+        if self.draws is not None:
+            lines.append(f"  draws    {int(self.draws.min())} to {int(self.draws.max())} a head")
+        return "\n".join(lines)

@@ -1,0 +1,149 @@
+"""A ragged key/value store: a different number of entries for every batch row and KV head.
+
+One flat buffer holds the entries of all segments, and a segment is one (batch row, KV head) pair, batch rows
+outermost::
+
+    keys    [c, d]     |seg 0 ......|slack|seg 1 ..|slack|seg 2 ............|slack|
+    values  [c, dv]    the same places
+    log_w   [c]        float32 log importance weight of each entry
+    start   [s]        int64, first place of each segment
+    length  [s]        int64, entries of each segment
+
+``room`` entries still fit behind *every* segment, so appending writes in place and asks no device for a length;
+``with_room`` makes more room by a constant factor at a time. Places behind a segment's end are never read and may hold
+anything.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Float32, Int64
+from torch import Tensor
+
+INITIAL_ROOM = 32
+"""Slack behind each segment of a freshly packed store."""
+GROWTH = 0.25
+"""Room made at each growth, as a fraction of the mean segment length."""
+MIN_GROWTH = 64
+"""Smallest room made at a growth."""
+
+
+@dataclass
+class RaggedKV:
+    """The store. ``b * hkv = s`` segments, capacity ``c`` places.
+
+    Attributes
+    ----------
+    keys : Float[Tensor, "c d"]
+    values : Float[Tensor, "c dv"]
+        Same dtype and device as ``keys``.
+    log_w : Float32[Tensor, "c"]
+        Natural logarithm of the importance weight.
+    start, length : Int64[Tensor, "s"]
+        On the device of the keys. Segments are disjoint and in increasing order.
+    batch : int
+        Number of batch rows.
+    room : int
+        Entries that fit behind each segment.
+    """
+
+    keys: Float[Tensor, "c d"]
+    values: Float[Tensor, "c dv"]
+    log_w: Float32[Tensor, " c"]
+    start: Int64[Tensor, " s"]
+    length: Int64[Tensor, " s"]
+    batch: int
+    room: int
+
+    @property
+    def kv_heads(self) -> int:
+        """KV heads per batch row."""
+        return len(self.start) // self.batch
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers, slack included."""
+        tensors = (self.keys, self.values, self.log_w, self.start, self.length)
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+    @classmethod
+    def pack(
+        cls,
+        keys: Float[Tensor, "b hkv t d"],
+        values: Float[Tensor, "b hkv t dv"],
+        kept: Bool[Tensor, "b hkv t"],
+        log_w: Float[Tensor, "b hkv t"],
+        room: int = INITIAL_ROOM,
+    ) -> "RaggedKV":
+        """Copy the kept entries of dense keys and values, in position order, into a new store.
+
+        The result shares no memory with the arguments. It can be appended to outside ``torch.inference_mode`` even when
+        it was packed inside.
+        """
+        b, heads = keys.shape[:2]
+        with torch.inference_mode(False), torch.no_grad():
+            store = cls.empty(keys, values, kept.sum(-1).flatten().tolist(), b, room)
+            starts, lengths = store.start.tolist(), store.length.tolist()
+            for segment, (begin, size) in enumerate(zip(starts, lengths, strict=True)):
+                row, head = divmod(segment, heads)
+                places = kept[row, head].nonzero().squeeze(-1)
+                end = begin + size
+                torch.index_select(keys[row, head], 0, places, out=store.keys[begin:end])
+                torch.index_select(values[row, head], 0, places, out=store.values[begin:end])
+                store.log_w[begin:end] = log_w[row, head, places]
+        return store
+
+    @classmethod
+    def empty(cls, keys: Tensor, values: Tensor, lengths: list[int], batch: int, room: int) -> "RaggedKV":
+        """Uninitialised store for segments of the given lengths; dtype, device and widths as in ``keys`` and
+        ``values``."""
+        length = torch.tensor(lengths, dtype=torch.int64)
+        end = (length + room).cumsum(0)
+        capacity = int(end[-1])
+        device = keys.device
+        return cls(
+            keys=torch.empty(capacity, keys.shape[-1], dtype=keys.dtype, device=device),
+            values=torch.empty(capacity, values.shape[-1], dtype=values.dtype, device=device),
+            log_w=torch.empty(capacity, dtype=torch.float32, device=device),
+            start=(end - length - room).to(device),
+            length=length.to(device),
+            batch=batch,
+            room=room,
+        )
+
+    def with_room(self, n: int) -> "RaggedKV":
+        """This store if ``n`` more entries fit behind each segment, else a copy that grew geometrically."""
+        if n <= self.room:
+            return self
+        lengths = self.length.tolist()
+        growth = max(int(GROWTH * sum(lengths) / len(lengths)), MIN_GROWTH)
+        return self._copy(list(range(len(lengths))), self.batch, max(n, growth))
+
+    def select_rows(self, rows: list[int]) -> "RaggedKV":
+        """A copy with the given batch rows, in the given order; a row may be named several times."""
+        heads = self.kv_heads
+        return self._copy([row * heads + head for row in rows for head in range(heads)], len(rows), self.room)
+
+    def truncate(self, n: int) -> None:
+        """Drop the newest ``n`` entries of every segment."""
+        self.length.sub_(n)
+        self.room += n
+
+    def segment(self, row: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of one segment's keys [n, d], values [n, dv] and log-weights [n]."""
+        index = row * self.kv_heads + head
+        begin = int(self.start[index])
+        end = begin + int(self.length[index])
+        return self.keys[begin:end], self.values[begin:end], self.log_w[begin:end]
+
+    def _copy(self, segments: list[int], batch: int, room: int) -> "RaggedKV":
+        starts, lengths = self.start.tolist(), self.length.tolist()
+        with torch.inference_mode(False), torch.no_grad():
+            new = RaggedKV.empty(self.keys, self.values, [lengths[segment] for segment in segments], batch, room)
+            for segment, to in zip(segments, new.start.tolist(), strict=True):
+                source = slice(starts[segment], starts[segment] + lengths[segment])
+                target = slice(to, to + lengths[segment])
+                new.keys[target] = self.keys[source]
+                new.values[target] = self.values[source]
+                new.log_w[target] = self.log_w[source]
+        return new
