@@ -1,4 +1,8 @@
-"""One compression: gather the layers' proposals, draw once for all of them, pack every layer."""
+"""One compression: gather the layers' proposals, draw once for all of them, pack every layer.
+
+The two halves are separate. ``layer`` gathers proposals while a prefill runs and changes nothing; ``pack`` draws from
+them and evicts. One prefill can thus be packed several times, into copies of its cache, at different ratios and seeds.
+"""
 
 from __future__ import annotations
 
@@ -58,84 +62,42 @@ class Compression:
         self.take_all.append(take_all)
 
     def end(self, prefill: Prefill) -> None:
-        """Draw, pack every layer, and write the report."""
-        press, cache, valid = self.press, prefill.cache, prefill.valid
-        generator = press.generator()
-        lengths = valid.sum(-1).tolist()
-        before = cache_bytes(cache)
-        if press.compression_ratio == 0 or not prefill.layers:
-            self._report(
-                prefill, lengths, self._all_kept(prefill, lengths), None, None, before, generator.initial_seed()
-            )
-            return
+        """Compress the prefill's own cache and write the press' report."""
+        self.press.report = self.pack(prefill, self.press.compression_ratio, self.press.seed)
 
-        t = valid.shape[1]
-        padding = [t - length for length in lengths]
-        draws = [self._draw_row(row, pad, generator) for row, pad in enumerate(padding)]
-        kv_heads = self.weights[0].shape[1]
-        for index, layer in enumerate(prefill.layers):
-            heads = slice(index * kv_heads, (index + 1) * kv_heads)
-            device = self.weights[index].device
-            kept = torch.zeros(len(draws), kv_heads, t, dtype=torch.bool, device=device)
-            log_w = torch.zeros(len(draws), kv_heads, t, device=device)
-            for row, (pad, result) in enumerate(zip(padding, draws, strict=True)):
-                kept[row, :, pad:] = result.kept[heads]
-                log_w[row, :, pad:] = result.log_w[heads]
-            compress_layer(cache, layer, kept, log_w, padding)
+    def pack(self, prefill: Prefill, compression_ratio: float, seed: int | None) -> CompressionReport:
+        """Draw and evict: ``prefill.cache`` is compressed in place.
 
-        def by_layer(per_row: list[Tensor]) -> Tensor:
-            return torch.stack(per_row, 1).unflatten(0, (-1, kv_heads)).transpose(1, 2).cpu()  # [layers b hkv]
-
-        kept_counts = by_layer([result.kept.sum(-1) for result in draws])
-        effective = by_layer([effective_sample_size(result.log_w, result.kept) for result in draws])
-        sizes = [result.draws for result in draws if result.draws is not None]
-        self._report(
-            prefill,
-            lengths,
-            kept_counts,
-            effective,
-            by_layer(sizes) if sizes else None,
-            before,
-            generator.initial_seed(),
-        )
-
-    def _draw_row(self, row: int, pad: int, generator: torch.Generator) -> Draw:
-        """The draw of one batch row, as it would be alone: without its padding, from a generator at its start."""
+        Parameters
+        ----------
+        prefill : Prefill
+            Its cache holds the context that the gathered proposals belong to, dense.
+        compression_ratio : float
+            In [0, 1); 0 leaves the cache as it is.
+        seed : int or None
+            None takes a fresh seed from the operating system.
+        """
+        generator = torch.Generator()
+        seed = generator.seed() if seed is None else seed
+        lengths = prefill.valid.sum(-1).tolist()
+        before = cache_bytes(prefill.cache)
+        if compression_ratio == 0 or not prefill.layers:
+            kept, effective, draws = _everything(prefill, lengths), None, None
+        else:
+            rows = []
+            for row, length in enumerate(lengths):
+                # Every batch row starts from the same seed, so it is drawn as it would be alone.
+                generator.manual_seed(seed)
+                rows.append(self._draw_row(row, length, compression_ratio, generator))
+            self._pack_layers(prefill, rows, lengths)
+            kv_heads = self.weights[0].shape[1]
+            kept = _by_layer([row.kept.sum(-1) for row in rows], kv_heads)
+            effective = _by_layer([effective_sample_size(row.log_w, row.kept) for row in rows], kv_heads)
+            sizes = [row.draws for row in rows if row.draws is not None]
+            draws = _by_layer(sizes, kv_heads) if sizes else None
         press = self.press
-        device = self.weights[0].device
-        generator.manual_seed(generator.initial_seed())
-        weights = torch.cat([layer[row, :, pad:].to(device) for layer in self.weights])  # [layers*hkv t]
-        take_all = torch.cat([layer[row, :, pad:].to(device) for layer in self.take_all])
-        layer_of_head = torch.arange(len(self.weights), device=device).repeat_interleave(self.weights[0].shape[1])
-        return draw(
-            weights,
-            take_all,
-            groups_of(press.allocation, layer_of_head),
-            keep_fraction=1 - press.compression_ratio,
-            sampler=press.sampler,
-            correction=press.correction,
-            temperature=press.temperature,
-            budget_weighting=press.budget_weighting,
-            generator=generator,
-        )
-
-    def _all_kept(self, prefill: Prefill, lengths: list[int]) -> Tensor:
-        heads = cast(Tensor, prefill.cache.layers[prefill.layers[0]].keys).shape[1] if prefill.layers else 0
-        return torch.tensor(lengths).view(1, -1, 1).expand(len(prefill.layers), -1, heads)
-
-    def _report(
-        self,
-        prefill: Prefill,
-        lengths: list[int],
-        kept: Tensor,
-        effective: Tensor | None,
-        draws: Tensor | None,
-        before: int,
-        seed: int,
-    ) -> None:
-        press = self.press
-        press.report = CompressionReport(
-            target_ratio=press.compression_ratio,
+        return CompressionReport(
+            target_ratio=compression_ratio,
             context_lengths=lengths,
             layers=prefill.layers,
             kept=kept,
@@ -146,3 +108,47 @@ class Compression:
             seed=seed,
             settings=f"{type(press.press).__name__}, {press.sampler}, {press.correction}, {press.allocation}",
         )
+
+    def _draw_row(self, row: int, length: int, compression_ratio: float, generator: torch.Generator) -> Draw:
+        """The draw of one batch row, without its padding."""
+        press = self.press
+        device = self.weights[0].device
+        weights = torch.cat([layer[row, :, -length:].to(device) for layer in self.weights])  # [layers*hkv length]
+        take_all = torch.cat([layer[row, :, -length:].to(device) for layer in self.take_all])
+        layer_of_head = torch.arange(len(self.weights), device=device).repeat_interleave(self.weights[0].shape[1])
+        return draw(
+            weights,
+            take_all,
+            groups_of(press.allocation, layer_of_head),
+            keep_fraction=1 - compression_ratio,
+            sampler=press.sampler,
+            correction=press.correction,
+            temperature=press.temperature,
+            budget_weighting=press.budget_weighting,
+            generator=generator,
+        )
+
+    def _pack_layers(self, prefill: Prefill, rows: list[Draw], lengths: list[int]) -> None:
+        """Pack layer after layer, so that at most one layer is held twice."""
+        t = prefill.valid.shape[1]
+        padding = [t - length for length in lengths]
+        for index, layer in enumerate(prefill.layers):
+            shape, device = self.weights[index].shape, self.weights[index].device
+            heads = slice(index * shape[1], (index + 1) * shape[1])
+            kept = torch.zeros(shape, dtype=torch.bool, device=device)
+            log_w = torch.zeros(shape, device=device)
+            for row, (pad, result) in enumerate(zip(padding, rows, strict=True)):
+                kept[row, :, pad:] = result.kept[heads]
+                log_w[row, :, pad:] = result.log_w[heads]
+            compress_layer(prefill.cache, layer, kept, log_w, padding)
+
+
+def _by_layer(per_row: list[Tensor], kv_heads: int) -> Tensor:
+    """Per-head figures of each batch row, [layers*hkv] each, as [layers b hkv] on the CPU."""
+    return torch.stack(per_row, 1).unflatten(0, (-1, kv_heads)).transpose(1, 2).cpu()
+
+
+def _everything(prefill: Prefill, lengths: list[int]) -> Tensor:
+    """Kept entries [layers b hkv] when nothing is evicted."""
+    heads = cast(Tensor, prefill.cache.layers[prefill.layers[0]].keys).shape[1] if prefill.layers else 0
+    return torch.tensor(lengths).view(1, -1, 1).expand(len(prefill.layers), -1, heads)

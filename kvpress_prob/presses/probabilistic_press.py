@@ -4,7 +4,6 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
 from kvpress import BasePress, ScorerPress
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -130,12 +129,3 @@ class ProbabilisticPress(BasePress):
         self.press.compression_ratio = self.compression_ratio
         with watch_prefills(model, lambda: Compression(self)):
             yield
-
-    def generator(self) -> torch.Generator:
-        """A fresh CPU generator for one draw."""
-        generator = torch.Generator()
-        if self.seed is None:
-            generator.seed()
-        else:
-            generator.manual_seed(self.seed)
-        return generator

@@ -24,7 +24,8 @@ def tiny_llama(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """The scenarios' model T0 by default: vocabulary 128, hidden 64, 2 layers, 4 query heads, 2 KV heads, head_dim 16."""
+    """The scenarios' model T0 by default: vocabulary 128, hidden 64, 2 layers, 4 query heads, 2 KV heads, head_dim
+    16."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -81,7 +82,8 @@ def tiny_mistral(*, attn: str = "sdpa", sliding_window: int | None = 16, seed: i
 
 
 def build(cls, config, attn: str, seed: int, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """A model of random weights in evaluation mode. ``initializer_range`` is large so that attention is far from uniform."""
+    """A model of random weights in evaluation mode. ``initializer_range`` is large so that attention is far from
+    uniform."""
     torch.manual_seed(seed)
     model = cls._from_config(config, attn_implementation=attn, dtype=dtype)
     return model.eval()

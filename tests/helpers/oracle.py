@@ -1,8 +1,8 @@
 """The oracle: float32 attention over the full keys and values with a bias per KV head.
 
-The bias is log_w on kept entries, -inf on evicted ones and 0 on entries added later, so it says in the plainest way what decoding
-over a compressed cache must compute. Only the bookkeeping (which entries were kept, with which weight) is read from the cache
-under test; keys, values and every product come from a dense cache of transformers' own.
+The bias is log_w on kept entries, -inf on evicted ones and 0 on entries added later, so it says in the plainest way
+what decoding over a compressed cache must compute. Only the bookkeeping (which entries were kept, with which weight) is
+read from the cache under test; keys, values and every product come from a dense cache of transformers' own.
 """
 
 from collections.abc import Iterator
@@ -58,7 +58,8 @@ def oracle_attention(model: PreTrainedModel, biases: dict[int, Tensor]) -> Itera
 
 
 def biases_of(compressed: DynamicCache, dense: DynamicCache) -> dict[int, Tensor]:
-    """Per compressed layer, the bias over the context: finds each kept key among the dense ones, checks its value, reads its weight.
+    """Per compressed layer, the bias over the context: finds each kept key among the dense ones, checks its value,
+    reads its weight.
 
     Both caches hold the same context; ``compressed`` may hold appended tokens as well.
     """
