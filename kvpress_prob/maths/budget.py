@@ -10,6 +10,8 @@ their one unknown, so each is solved by doubling and bisection. Heads that share
 of a model (``allocation="global"``, Algorithm 2 of the paper), the heads of a layer, or a single head.
 """
 
+import math
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -118,6 +120,9 @@ def solve_inclusion(
     sums = group_sum(total_weight, group, groups)
     low = torch.where(sums > 0, -sums.clamp(min=torch.finfo(torch.float64).tiny).log(), 0) - 7
     high = torch.where(smallest.isfinite(), -smallest.log(), 0).maximum(low) + 1e-9
+    high = high.clamp(
+        max=math.log(torch.finfo(torch.float64).max)
+    )  # the exponential of what a subnormal weight asks for
     reachable = (target > 0) & (total(low.exp()) < target)
     for _ in range(64):
         middle = (low + high) / 2

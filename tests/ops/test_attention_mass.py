@@ -1,0 +1,120 @@
+"""``attention_mass``: the reference against a loop, the blocked path against the reference, and what it allocates."""
+
+import math
+
+import pytest
+import torch
+
+from kvpress_prob.maths.proposals import row_prior
+from kvpress_prob.maths.rows import sample_rows
+from kvpress_prob.ops import attention_mass
+from kvpress_prob.ops.attention_mass import STATISTICS
+
+
+def inputs(b=1, hq=4, hkv=2, n=12, t=12, d=8, dv=8, dtype=torch.float64):
+    query, keys = torch.randn(b, hq, n, d, dtype=dtype), torch.randn(b, hkv, t, d, dtype=dtype)
+    weights = torch.rand(b, n, dtype=torch.float64)
+    return query, keys, torch.randn(b, hkv, t, dv, dtype=dtype), weights / weights.sum(-1, keepdim=True)
+
+
+def test_reference_is_its_equation():
+    query, keys, values, weights = inputs(n=3, t=5)
+    mass, output = attention_mass(query, keys, weights, scaling=0.3, values=values, softcap=1.5, impl="reference")
+    for head in range(4):
+        want = [0.0] * 5
+        for row in range(3):
+            seen = 5 - 3 + row + 1
+            logits = [
+                1.5 * math.tanh(0.3 * float(query[0, head, row] @ keys[0, head // 2, i]) / 1.5) for i in range(seen)
+            ]
+            total = sum(map(math.exp, logits))
+            probability = [math.exp(logit) / total for logit in logits]
+            want = [w + float(weights[0, row]) * p for w, p in zip(want, probability + [0.0] * (5 - seen), strict=True)]
+            mean = sum(p * values[0, head // 2, i] for i, p in enumerate(probability))
+            torch.testing.assert_close(output[0, head, row], mean)
+        torch.testing.assert_close(mass[0, head], torch.tensor(want, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("statistic", STATISTICS)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize(("hq", "hkv"), [(4, 4), (6, 2), (8, 1)])
+@pytest.mark.parametrize(("n", "t"), [(1, 1), (1, 40), (300, 300), (257, 300)])
+def test_blocked_equals_the_reference(statistic, softcap, hq, hkv, n, t):
+    query, keys, values, weights = inputs(b=2, hq=hq, hkv=hkv, n=n, t=t, dv=5)
+    kwargs = {"scaling": 0.5, "values": values, "softcap": softcap, "statistic": statistic}
+    got = attention_mass(query, keys, weights, impl="blocked", **kwargs)
+    want = attention_mass(query, keys, weights, impl="reference", **kwargs)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+def test_padding_receives_nothing_and_changes_nothing(impl):
+    query, keys, values, weights = inputs(b=2, n=40, t=40)
+    valid = torch.ones(2, 40, dtype=torch.bool)
+    valid[1, :15] = False
+    weights = row_prior("harmonic", valid)
+    mass, output = attention_mass(query, keys, weights, scaling=0.5, valid=valid, values=values, impl=impl)
+    assert (mass[1, :, :15] == 0).all()
+    alone, alone_output = attention_mass(
+        query[1:, :, 15:], keys[1:, :, 15:], weights[1:, 15:], scaling=0.5, values=values[1:, :, 15:], impl=impl
+    )
+    torch.testing.assert_close(mass[1:, :, 15:], alone)
+    torch.testing.assert_close(output[1:, :, 15:], alone_output)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_low_precision_inputs_are_computed_in_float32(dtype):
+    query, keys, _, weights = inputs(n=200, t=200, dtype=dtype)
+    got, _ = attention_mass(query, keys, weights, scaling=0.5)
+    want, _ = attention_mass(query.double(), keys.double(), weights, scaling=0.5, impl="reference")
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got.double(), want, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(got.sum(-1), torch.ones(1, 4))
+
+
+def test_chosen_rows_equal_the_same_rows_of_the_whole():
+    query, keys, _, weights = inputs(n=100, t=100)
+    rows, row_weights = sample_rows(weights, 20)
+    got, _ = attention_mass(query[:, :, rows], keys, row_weights, scaling=0.5, positions=rows)
+    masked = torch.zeros_like(weights)
+    masked[:, rows] = row_weights
+    want, _ = attention_mass(query, keys, masked, scaling=0.5, impl="reference")
+    torch.testing.assert_close(got, want)
+
+
+def test_no_rows_by_entries_tensor_is_allocated():
+    """Scenario S23: 32 heads; the largest allocation stays far below t x t, and grows linearly in t."""
+    largest = {}
+    for t in (2048, 4096):
+        query, keys = torch.randn(1, 32, t, 8), torch.randn(1, 8, t, 8)
+        weights = row_prior("harmonic", torch.ones(1, t, dtype=torch.bool))
+        rows, row_weights = sample_rows(weights, 64)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            attention_mass(query[:, :, rows], keys, row_weights, scaling=0.3, positions=rows)
+        largest[t] = max(abs(event.self_cpu_memory_usage) for event in profile.events())
+    assert largest[4096] < 4096 * 4096 * 4
+    assert largest[4096] <= 2.1 * largest[2048]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"keys": torch.randn(1, 3, 12, 8)}, r"keys must have shape \(1, a divisor of 4, t, 8\), got \(1, 3, 12, 8\)"),
+        ({"row_weights": torch.ones(1, 5)}, r"row_weights must have shape \(1, 12\), got \(1, 5\)"),
+        ({"valid": torch.ones(2, 12).bool()}, r"valid must have shape \(1, 12\), got \(2, 12\)"),
+        ({"values": torch.randn(1, 2, 5, 8)}, r"values must have shape \(1, 2, 12\) x dv, got \(1, 2, 5, 8\)"),
+        ({"statistic": "median"}, "statistic must be one of .*got 'median'"),
+        ({"positions": torch.arange(3)}, r"positions must have shape \(12,\), got \(3,\)"),
+        (
+            {"keys": torch.randn(1, 2, 5, 8)},
+            "positions must be given when there are more rows than entries, got 12 rows",
+        ),
+        ({"impl": "fast"}, "impl must be one of .*got 'fast'"),
+    ],
+)
+def test_refuses_what_does_not_fit(change, message):
+    query, keys, _, weights = inputs(dtype=torch.float32)
+    arguments = {"query": query, "keys": keys, "row_weights": weights, "scaling": 1.0, **change}
+    with pytest.raises(ValueError, match=message):
+        attention_mass(**arguments)

@@ -1,0 +1,280 @@
+"""``ProbabilisticPress``: parameters, every kvpress scorer as a proposal, budgets, reports, seeds and re-use."""
+
+import pytest
+import torch
+from kvpress import (
+    ExpectedAttentionPress,
+    KeyDiffPress,
+    KnormPress,
+    RandomPress,
+    ScorerPress,
+    SnapKVPress,
+    StreamingLLMPress,
+    TOVAPress,
+)
+from transformers import DynamicCache
+
+from kvpress_prob import PRESSES, H2OPress, MinVariancePress, ProbabilisticPress, make_press
+from kvpress_prob.hf import RaggedLayer, cache_bytes
+from tests.helpers.models import tiny_llama, tokens
+
+
+def run(press, length=128, model=None, seed=0):
+    model = model or tiny_llama()
+    cache = DynamicCache()
+    with press(model):
+        model(tokens(length, seed=seed), past_key_values=cache)
+    return cache
+
+
+def stored(cache):
+    return [layer.store.length.tolist() for layer in cache.layers]
+
+
+SCORERS = {
+    "snapkv": lambda: SnapKVPress(window_size=8),
+    "tova": TOVAPress,
+    "expected": ExpectedAttentionPress,
+    "knorm": KnormPress,
+    "keydiff": KeyDiffPress,
+    "random": RandomPress,
+    "streaming": StreamingLLMPress,
+    "h2o": H2OPress,
+    "min": lambda: MinVariancePress(prior="last"),
+}
+
+
+@pytest.mark.parametrize("name", SCORERS)
+@pytest.mark.parametrize("sampler", ["systematic", "multinomial"])
+def test_any_scorer_is_a_proposal(name, sampler):
+    """Scenario S6: sentinels become the take-all stratum, negative scores are mapped, budgets hold."""
+    press = ProbabilisticPress(SCORERS[name](), 0.5, sampler=sampler, seed=0)
+    cache = run(press)
+    protected = {"snapkv": range(120, 128), "tova": [127], "expected": range(4)}.get(name, [])
+    for layer in cache.layers:
+        for head in range(2):
+            keys, _, log_w = layer.store.segment(0, head)
+            assert torch.isfinite(log_w).all()
+            assert (log_w == 0).sum() >= len(protected)
+            assert len(keys) >= 1
+    slack = 0.01 if sampler == "systematic" else 0.06
+    assert press.report.achieved_ratio == pytest.approx(0.5, abs=slack)
+
+
+def test_protected_entries_are_all_kept():
+    model, ids = tiny_llama(), tokens(128)
+    cache, dense = DynamicCache(), DynamicCache()
+    with ProbabilisticPress(SnapKVPress(window_size=8), 0.9, seed=0)(model):
+        model(ids, past_key_values=cache)
+    model(ids, past_key_values=dense)
+    for layer, full in zip(cache.layers, dense.layers, strict=True):
+        for head in range(2):
+            keys, _, log_w = layer.store.segment(0, head)
+            assert torch.equal(keys[-8:], full.keys[0, head, -8:])
+            assert (log_w[-8:] == 0).all()
+
+
+def test_sinks_and_recent_entries_are_kept():
+    model, ids = tiny_llama(), tokens(128)
+    cache, dense = DynamicCache(), DynamicCache()
+    press = ProbabilisticPress(H2OPress(), 0.8, n_sink=3, n_recent=5, seed=0)
+    with press(model):
+        model(ids, past_key_values=cache)
+    model(ids, past_key_values=dense)
+    for layer, full in zip(cache.layers, dense.layers, strict=True):
+        keys, _, log_w = layer.store.segment(0, 1)
+        assert torch.equal(keys[:3], full.keys[0, 1, :3])
+        assert torch.equal(keys[-5:], full.keys[0, 1, -5:])
+        assert (log_w[:3] == 0).all()
+        assert (log_w[-5:] == 0).all()
+    assert press.report.achieved_ratio == pytest.approx(0.8, abs=0.01)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_scores_that_are_not_finite_are_refused_naming_the_layer(bad):
+    class Broken(ScorerPress):
+        def score(self, module, hidden_states, keys, values, attentions, kwargs):
+            scores = torch.rand(keys.shape[:3])
+            scores[0, 0, 3] = bad if module.layer_idx == 1 else 0.5
+            return scores
+
+    with pytest.raises(ValueError, match="scores of layer 1 must be finite"):
+        run(ProbabilisticPress(Broken(), 0.5))
+
+
+@pytest.mark.parametrize("allocation", ["global", "layer", "head"])
+def test_report_adds_up(allocation):
+    """Scenario S4: ratio 0.37, context 101; the systematic sampler is within one entry a head of its budget."""
+    press = ProbabilisticPress(MinVariancePress(), 0.37, allocation=allocation, seed=0)
+    cache = run(press, length=101)
+    report = press.report
+    assert report.kept.shape == (2, 1, 2)
+    assert report.kept.squeeze(1).tolist() == stored(cache)
+    assert report.achieved_ratio == 1 - sum(map(sum, stored(cache))) / (4 * 101)
+    assert abs(report.achieved_ratio - 0.37) <= 1 / 101
+    if allocation == "head":
+        assert ((report.kept - 0.63 * 101).abs() <= 1).all()
+    assert report.bytes_after == cache_bytes(cache)
+    assert report.bytes_before == 2 * 2 * 2 * 101 * 16 * 4
+    assert torch.allclose(torch.tensor(report.layer_ratios).mean(), torch.tensor(report.achieved_ratio))
+    assert (report.effective <= report.kept + 1e-6).all()
+    text = str(report)
+    assert "target 0.3700" in text
+    assert f"achieved {report.achieved_ratio:.4f}" in text
+
+
+def test_multinomial_report_has_one_number_of_draws():
+    press = ProbabilisticPress(H2OPress(), 0.5, sampler="multinomial", correction="counts", seed=0)
+    run(press)
+    assert press.report.draws.shape == (2, 1, 2)
+    assert press.report.draws.unique().numel() == 1
+
+
+def test_memory_is_the_formula():
+    """Scenario S22: context 2,048, ratio 0.75."""
+    press = ProbabilisticPress(H2OPress(), 0.75, seed=0)
+    cache = run(press, length=2048)
+    kept = int(press.report.kept.sum())
+    slack = 4 * 32 * (2 * 16 * 4 + 4)
+    assert cache_bytes(cache) == kept * (2 * 16 * 4 + 4) + slack + 4 * 2 * 8
+    assert cache_bytes(cache) < 0.28 * press.report.bytes_before
+
+
+def test_dense_tensors_are_released():
+    import gc
+    import weakref
+
+    model, ids = tiny_llama(), tokens(64)
+    cache = DynamicCache()
+    references = []
+
+    class Watching(H2OPress):
+        def score(self, module, hidden_states, keys, values, attentions, kwargs):
+            references.extend([weakref.ref(keys), weakref.ref(values), weakref.ref(kwargs["attention_inputs"].query)])
+            return super().score(module, hidden_states, keys, values, attentions, kwargs)
+
+    press = ProbabilisticPress(Watching(), 0.5, seed=0)
+    with press(model):
+        model(ids, past_key_values=cache)
+    gc.collect()
+    assert len(references) == 6
+    assert all(reference() is None for reference in references)
+
+
+def test_the_ratio_can_be_set_after_construction():
+    press = ProbabilisticPress(StreamingLLMPress(n_sink=2), seed=0)
+    press.compression_ratio = 0.5
+    run(press, length=40)
+    assert press.report.achieved_ratio == pytest.approx(0.5, abs=0.03)
+    assert press.press.compression_ratio == 0.5
+    press.compression_ratio = 1.5
+    with pytest.raises(ValueError, match="compression_ratio must be a number"), press(tiny_llama()):
+        pass
+
+
+def test_seeds_and_the_global_random_state():
+    """Scenario S11."""
+    press = ProbabilisticPress(H2OPress(), 0.5, seed=7)
+    model = tiny_llama()
+    before = torch.get_rng_state()
+    first = run(press, model=model)
+    assert torch.equal(before, torch.get_rng_state())
+    again, other = run(press), run(ProbabilisticPress(H2OPress(), 0.5, seed=8))
+    for a, b, c in zip(first.layers, again.layers, other.layers, strict=True):
+        assert torch.equal(a.store.keys[: a.store.length[0]], b.store.keys[: b.store.length[0]])
+        assert a.store.keys.shape != c.store.keys.shape or not torch.equal(a.store.keys[:40], c.store.keys[:40])
+    assert press.report.seed == 7
+
+
+def test_without_a_seed_every_draw_is_fresh_and_reported():
+    press = ProbabilisticPress(H2OPress(), 0.5)
+    first = run(press)
+    seed = press.report.seed
+    run(press)
+    assert press.report.seed != seed
+    again = run(ProbabilisticPress(H2OPress(), 0.5, seed=seed))
+    assert stored(first) == stored(again)
+    assert torch.equal(first.layers[1].store.segment(0, 1)[0], again.layers[1].store.segment(0, 1)[0])
+
+
+def test_one_press_many_contexts():
+    """Scenario S13: contexts of 200, 80, 200 tokens; the third equals a fresh press', and each is really compressed."""
+    press, model = ProbabilisticPress(MinVariancePress(), 0.5, seed=0), tiny_llama()
+    for length in (200, 80, 200):
+        cache = run(press, length, model)
+        assert sum(map(sum, stored(cache))) == pytest.approx(2 * length, abs=4)
+    fresh = run(ProbabilisticPress(MinVariancePress(), 0.5, seed=0), 200)
+    assert stored(cache) == stored(fresh)
+    assert torch.equal(cache.layers[0].store.segment(0, 0)[2], fresh.layers[0].store.segment(0, 0)[2])
+
+
+@pytest.mark.parametrize("context", [1, 2, 3, 8])
+@pytest.mark.parametrize("ratio", [0.5, 0.9, 0.99])
+@pytest.mark.parametrize("sampler", ["systematic", "multinomial"])
+def test_tiny_contexts(context, ratio, sampler):
+    """Scenario S1."""
+    model = tiny_llama()
+    cache = run(ProbabilisticPress(MinVariancePress(), ratio, sampler=sampler, seed=0), context, model)
+    assert all(length >= 1 for layer in stored(cache) for length in layer)
+    assert torch.isfinite(model(tokens(1), past_key_values=cache).logits).all()
+
+
+def test_a_one_layer_model():
+    """Scenario S3."""
+    cache = run(ProbabilisticPress(H2OPress(), 0.5, seed=0), model=tiny_llama(layers=1))
+    assert isinstance(cache.layers[0], RaggedLayer)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"compression_ratio": 1}, r"compression_ratio must be a number in \[0, 1\), got 1"),
+        ({"sampler": "uniform"}, "sampler must be one of .*got 'uniform'"),
+        ({"correction": "exact"}, "correction must be one of .*got 'exact'"),
+        ({"correction": "counts"}, "correction='counts' needs sampler='multinomial', got sampler='systematic'"),
+        ({"temperature": 0}, "temperature must be a number > 0, got 0"),
+        ({"temperature": float("nan")}, "temperature must be a number > 0, got nan"),
+        ({"proposal_temperature": -1.0}, "proposal_temperature must be a number > 0, got -1.0"),
+        ({"uniform_mix": 1.5}, r"uniform_mix must be a number in \[0, 1\], got 1.5"),
+        ({"allocation": "pyramid"}, "allocation must be one of .*got 'pyramid'"),
+        ({"budget_weighting": "max"}, "budget_weighting must be one of .*got 'max'"),
+        ({"n_sink": -1}, "n_sink must be an integer >= 0, got -1"),
+        ({"n_recent": 1.5}, "n_recent must be an integer >= 0, got 1.5"),
+        ({"seed": "one"}, "seed must be None or an integer, got 'one'"),
+    ],
+)
+def test_refuses_bad_parameters(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        ProbabilisticPress(H2OPress(), **kwargs)
+
+
+def test_refuses_what_is_not_a_scorer():
+    with pytest.raises(TypeError, match="press must be a kvpress ScorerPress, got str"):
+        ProbabilisticPress("snapkv")
+    with pytest.raises(TypeError, match="press must be a kvpress ScorerPress, got ProbabilisticPress"):
+        ProbabilisticPress(ProbabilisticPress(H2OPress()))
+
+
+def test_is_not_a_per_layer_press():
+    with pytest.raises(NotImplementedError, match="use it as the outermost press"):
+        ProbabilisticPress(H2OPress()).compress(None, None, None, None, None, {})
+
+
+@pytest.mark.parametrize("name", sorted(PRESSES))
+def test_every_registered_press_compresses(name):
+    press = make_press(name, 0.5)
+    assert make_press(name) is not make_press(name)
+    run(press, length=140)
+    assert press.report.achieved_ratio == pytest.approx(0.5, abs=0.06)
+
+
+def test_the_papers_presses_are_the_paper_to_the_letter():
+    for name in ("prob_min", "prob_min_h", "prob_h2o", "prob_h2o_h"):
+        press = make_press(name)
+        assert (press.sampler, press.correction, press.temperature) == ("multinomial", "counts", 1.0)
+        assert not getattr(press.press, "centered", False)
+
+
+def test_an_unknown_name_lists_the_known_ones():
+    with pytest.raises(ValueError, match=r"name must be one of .*'prob_best'.*got 'best'"):
+        make_press("best")
