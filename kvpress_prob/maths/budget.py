@@ -105,7 +105,8 @@ def solve_inclusion(
     """
     groups = len(target)
     total_weight = weights.sum(-1)
-    floor = at_least / torch.where(total_weight > 0, total_weight, torch.inf)
+    limit = torch.finfo(torch.float64).max
+    floor = (at_least / torch.where(total_weight > 0, total_weight, torch.inf)).clamp(max=limit)
 
     def inclusion(scale: Tensor) -> Tensor:
         return (torch.maximum(scale[group], floor).unsqueeze(-1) * weights).clamp(max=1)
@@ -120,9 +121,7 @@ def solve_inclusion(
     sums = group_sum(total_weight, group, groups)
     low = torch.where(sums > 0, -sums.clamp(min=torch.finfo(torch.float64).tiny).log(), 0) - 7
     high = torch.where(smallest.isfinite(), -smallest.log(), 0).maximum(low) + 1e-9
-    high = high.clamp(
-        max=math.log(torch.finfo(torch.float64).max)
-    )  # the exponential of what a subnormal weight asks for
+    high = high.clamp(max=math.log(limit))  # a subnormal weight would ask for more
     reachable = (target > 0) & (total(low.exp()) < target)
     for _ in range(64):
         middle = (low + high) / 2
