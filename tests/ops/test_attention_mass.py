@@ -48,6 +48,28 @@ def test_blocked_equals_the_reference(statistic, softcap, hq, hkv, n, t):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("statistic", STATISTICS)
+def test_scope_and_column_bias_equal_the_reference(statistic):
+    query, keys, values, weights = inputs(b=2, hq=6, n=150, t=200)
+    scope = torch.rand(200) < 0.5
+    kwargs = {"scaling": 0.5, "statistic": statistic, "values": values, "scope": scope}
+    kwargs["column_bias"] = torch.randn(2, 6, 200, dtype=torch.float64)
+    got = attention_mass(query, keys, weights, impl="blocked", **kwargs)
+    want = attention_mass(query, keys, weights, impl="reference", **kwargs)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    assert (got[0][..., ~scope] == 0).all()
+
+
+def test_scope_is_the_same_as_leaving_the_other_entries_out():
+    query, keys, _, weights = inputs(n=5, t=60)
+    scope = torch.zeros(60, dtype=torch.bool)
+    scope[20:55] = True
+    got, _ = attention_mass(query, keys, weights, scaling=0.5, scope=scope)
+    want, _ = attention_mass(query, keys[:, :, 20:55], weights, scaling=0.5, positions=torch.full((5,), 34))
+    torch.testing.assert_close(got[..., 20:55], want)
+
+
 @pytest.mark.parametrize("impl", ["reference", "blocked"])
 def test_padding_receives_nothing_and_changes_nothing(impl):
     query, keys, values, weights = inputs(b=2, n=40, t=40)
@@ -104,6 +126,8 @@ def test_no_rows_by_entries_tensor_is_allocated():
         ({"row_weights": torch.ones(1, 5)}, r"row_weights must have shape \(1, 12\), got \(1, 5\)"),
         ({"valid": torch.ones(2, 12).bool()}, r"valid must have shape \(1, 12\), got \(2, 12\)"),
         ({"values": torch.randn(1, 2, 5, 8)}, r"values must have shape \(1, 2, 12\) x dv, got \(1, 2, 5, 8\)"),
+        ({"scope": torch.ones(3).bool()}, r"scope must have shape \(12,\), got \(3,\)"),
+        ({"column_bias": torch.zeros(1, 4, 3)}, r"column_bias must have shape \(1, 4, 12\), got \(1, 4, 3\)"),
         ({"statistic": "median"}, "statistic must be one of .*got 'median'"),
         ({"positions": torch.arange(3)}, r"positions must have shape \(12,\), got \(3,\)"),
         (

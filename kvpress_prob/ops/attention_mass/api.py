@@ -23,6 +23,8 @@ def attention_mass(
     scaling: float,
     positions: Int[Tensor, " n"] | None = None,
     valid: Bool[Tensor, "b t"] | None = None,
+    scope: Bool[Tensor, " t"] | None = None,
+    column_bias: Float[Tensor, "b hq t"] | None = None,
     values: Float[Tensor, "b hkv t dv"] | None = None,
     softcap: float | None = None,
     statistic: Statistic = "mean",
@@ -44,6 +46,11 @@ def attention_mass(
         Last entry that each row sees, non-decreasing. Default: the rows are the newest ``n`` of ``t``.
     valid : Bool[Tensor, "b t"], optional
         False for padding, which receives nothing.
+    scope : Bool[Tensor, "t"], optional
+        Entries that the statistic is about: ``p_j`` is renormalised over them, others receive nothing. Outputs are not
+        affected.
+    column_bias : Float[Tensor, "b hq t"], optional
+        Added to every row's logits, after the softcap.
     values : Float[Tensor, "b hkv t dv"], optional
         When given, the rows' attention output is returned too.
     softcap : float, optional
@@ -73,6 +80,10 @@ def attention_mass(
         raise ValueError(f"row_weights must have shape ({b}, {n}), got {tuple(row_weights.shape)}")
     if valid is not None and valid.shape != (b, t):
         raise ValueError(f"valid must have shape ({b}, {t}), got {tuple(valid.shape)}")
+    if scope is not None and scope.shape != (t,):
+        raise ValueError(f"scope must have shape ({t},), got {tuple(scope.shape)}")
+    if column_bias is not None and column_bias.shape != (b, hq, t):
+        raise ValueError(f"column_bias must have shape ({b}, {hq}, {t}), got {tuple(column_bias.shape)}")
     if values is not None and values.shape[:3] != keys.shape[:3]:
         raise ValueError(f"values must have shape {tuple(keys.shape[:3])} x dv, got {tuple(values.shape)}")
     if statistic not in STATISTICS:
@@ -88,4 +99,4 @@ def attention_mass(
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")
     function = attention_mass_reference if impl == "reference" else attention_mass_blocked
-    return function(query, keys, row_weights, positions, valid, values, scaling, softcap, statistic)
+    return function(query, keys, row_weights, positions, valid, scope, column_bias, values, scaling, softcap, statistic)

@@ -23,6 +23,8 @@ def attention_mass_blocked(
     row_weights: Float[Tensor, "b n"],
     positions: Int[Tensor, " n"],
     valid: Bool[Tensor, "b t"] | None,
+    scope: Bool[Tensor, " t"] | None,
+    column_bias: Float[Tensor, "b hq t"] | None,
     values: Float[Tensor, "b hkv t dv"] | None,
     scaling: float,
     softcap: float | None,
@@ -35,6 +37,7 @@ def attention_mass_blocked(
     keys = keys.to(wide).reshape(b * hkv, t, d)
     query = query.reshape(b * hkv, hq // hkv, n, d)
     weights = row_weights.to(wide).repeat_interleave(hq, 0).unsqueeze(1)  # [b*hq 1 n]
+    inside = None if scope is None else scope.to(wide)
     mass = keys.new_zeros(b * hq, 1, t)
     output = None
     if values is not None:
@@ -54,6 +57,8 @@ def attention_mass_blocked(
         torch.bmm(scaled, keys[:, :end].mT, out=logits.view(b * hkv, -1, end))
         if softcap is not None:
             logits.div_(softcap).tanh_().mul_(softcap)
+        if column_bias is not None:
+            logits.add_(column_bias.to(wide).view(b * hq, 1, t)[..., :end])
         position = positions[rows].unsqueeze(-1)
         first = ends[begin]
         if first < end:
@@ -65,13 +70,22 @@ def attention_mass_blocked(
         if output is not None and values is not None:
             part = probability.view(b * hkv, -1, end) @ values[:, :end]
             output[:, :, rows] = part.view(b, hq, size, -1)
+        row_weight = weights[..., rows]  # [b*hq 1 size]
         if statistic == "max":
-            best = probability.mul_(weights[..., rows].mT > 0).amax(1, keepdim=True)
+            row_weight = (row_weight > 0).to(wide)
+        if inside is not None:
+            row_scale = torch.mv(probability.view(-1, end), inside[:end]).view_as(row_weight)
+            row_scale = torch.where(row_scale > 0, 1 / row_scale, 0)
+            row_weight = row_weight * (row_scale.square() if statistic == "rms" else row_scale)
+        if statistic == "max":
+            best = probability.mul_(row_weight.mT).amax(1, keepdim=True)
             torch.maximum(mass[..., :end], best, out=mass[..., :end])
         else:
             if statistic == "rms":
                 probability.square_()
-            mass[..., :end].baddbmm_(weights[..., rows], probability)
+            mass[..., :end].baddbmm_(row_weight, probability)
+    if inside is not None:
+        mass.mul_(inside)
     if statistic == "rms":
         mass.sqrt_()
     return mass.view(b, hq, t), output

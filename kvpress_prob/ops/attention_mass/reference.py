@@ -1,7 +1,7 @@
 r"""``attention_mass`` in plain torch with the whole rows-by-entries matrix: the specification.
 
-With ``p_j = softmax_i(a_ji)``, ``a_ji = scaling q_j.k_i`` (softcapped if asked) over the entries ``i <= position_j``
-that are valid::
+With ``p_j = softmax_i(a_ji)``, ``a_ji = scaling q_j.k_i`` (softcapped if asked) ``+ bias_i`` over the valid entries
+``i <= position_j``, and ``p_j`` divided by its sum over the entries in scope where there is a scope::
 
     mean   sum_j h_j p_j(i)
     rms    sqrt(sum_j h_j p_j(i)^2)
@@ -22,6 +22,8 @@ def attention_mass_reference(
     row_weights: Float[Tensor, "b n"],
     positions: Int[Tensor, " n"],
     valid: Bool[Tensor, "b t"] | None,
+    scope: Bool[Tensor, " t"] | None,
+    column_bias: Float[Tensor, "b hq t"] | None,
     values: Float[Tensor, "b hkv t dv"] | None,
     scaling: float,
     softcap: float | None,
@@ -33,11 +35,20 @@ def attention_mass_reference(
     logits = scaling * query.to(wide) @ keys.to(wide).repeat_interleave(group, 1).mT  # [b hq n t]
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
+    if column_bias is not None:
+        logits = logits + column_bias.to(wide).unsqueeze(2)
     column, row = torch.arange(keys.shape[2], device=keys.device), positions.unsqueeze(-1)
     seen = (column <= row).expand(query.shape[0], 1, -1, -1)
     if valid is not None:
         seen = seen & (valid[:, None, None, :] | (column == row))
     probability = torch.softmax(logits.masked_fill(~seen, -torch.inf), -1)
+    output = None
+    if values is not None:
+        output = (probability @ values.to(wide).repeat_interleave(group, 1)).to(query.dtype)
+    if scope is not None:
+        probability = probability * scope
+        inside = probability.sum(-1, keepdim=True)
+        probability = probability / torch.where(inside > 0, inside, 1)
     weight = row_weights.to(wide)[:, None, :, None]
     if statistic == "mean":
         mass = (weight * probability).sum(2)
@@ -45,7 +56,4 @@ def attention_mass_reference(
         mass = (weight * probability.square()).sum(2).sqrt()
     else:
         mass = torch.where(weight > 0, probability, 0).amax(2)
-    output = None
-    if values is not None:
-        output = (probability @ values.to(wide).repeat_interleave(group, 1)).to(query.dtype)
     return mass, output
