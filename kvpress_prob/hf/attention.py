@@ -39,6 +39,13 @@ class _Dispatch:
             )
         return handler(*args, **(kwargs or {}))
 
+    def __getattr__(self, name: str) -> Any:
+        # AttributeError, so that hasattr and copy work.
+        raise AttributeError(
+            f"{type(self).__name__} of a compressed KV cache is not a tensor and has no {name!r}: it can be attended to "
+            f"with attn_implementation in {SUPPORTED_ATTENTION}, and attention weights are not kept"
+        )
+
 
 @dataclass(frozen=True)
 class _Entries(_Dispatch):

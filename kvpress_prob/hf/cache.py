@@ -87,9 +87,9 @@ class RaggedLayer(CacheLayerMixin):
         """Take over a mask [b or 1, heads or 1, n, logical length] for the newest ``n`` tokens; bool, or additive with
         0 and -inf.
 
-        Appended tokens that the mask hides (padding of a batch of questions) get weight 0. The compressed context is
-        there for every row or for none: a mask over it that is not its own left padding, and anything that is not
-        causal, is refused.
+        Appended tokens that the mask hides (padding of a batch of questions) get weight 0 until a later mask shows
+        them. The compressed context is there for every row or for none: a mask over it that is not its own left
+        padding, and anything that is not causal, is refused.
         """
         length, t = self.get_seq_length(), self.context_length
         if mask.shape[-1] != length or mask.shape[-2] != n:
@@ -97,6 +97,12 @@ class RaggedLayer(CacheLayerMixin):
                 f"attention_mask must cover {n} new tokens and {length} entries, got {tuple(mask.shape[-2:])}"
             )
         allowed = mask if mask.dtype == torch.bool else mask == 0
+        if not torch.equal(allowed, allowed[:, :1].expand_as(allowed)):
+            raise NotImplementedError("over a compressed KV cache, attention_mask must be the same for all heads")
+        if mask.dtype != torch.bool and (mask[~allowed] > torch.finfo(mask.dtype).min / 2).any():
+            raise NotImplementedError(
+                "over a compressed KV cache, attention_mask must hold 0 and -inf only, got a bias"
+            )
         allowed = allowed[:, 0].expand(self.store.batch, n, length)
         visible = allowed[:, -1]  # [b length]
         causal = torch.ones(n, length, dtype=torch.bool, device=mask.device).tril(length - n)
