@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 VOCABULARY = 128
 SMALL = {
@@ -253,3 +256,19 @@ def tokens(length: int, *, batch: int = 1, seed: int = 0) -> torch.Tensor:
     """Random token ids [batch, length], none of them special."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, VOCABULARY, (batch, length), generator=generator)
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a word: ``w3`` is token 3 and so on; ids 0 to 2 are special."""
+    special = {"<pad>": 0, "<s>": 1, "</s>": 2}
+    words = {f"w{index}": index for index in range(3, VOCABULARY)}
+    backend = Tokenizer(WordLevel({**special, **words}, unk_token="<pad>"))
+    backend.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>", model_max_length=8192
+    )
+
+
+def words(ids: torch.Tensor) -> str:
+    """The text of token ids [1, length]."""
+    return " ".join(f"w{index}" for index in ids.flatten().tolist())

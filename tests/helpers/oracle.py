@@ -71,8 +71,8 @@ def biases_of(compressed: DynamicCache, dense: DynamicCache) -> dict[int, Tensor
         if not isinstance(layer, RaggedLayer):
             continue
         keys, values = dense.layers[index].keys, dense.layers[index].values
-        bias = torch.full(keys.shape[:3], -torch.inf)
         t = layer.context_length
+        bias = torch.full((*keys.shape[:2], t), -torch.inf)
         for row in range(keys.shape[0]):
             for head in range(keys.shape[1]):
                 k, v, log_w = layer.store.segment(row, head)
