@@ -5,7 +5,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint clean models-table
 
 demo: $(VENV)/.ready
 	$(BIN)/kvpress-prob demo
@@ -18,6 +18,10 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+
+# docs/models.md lists what the tests run.
+models-table: $(VENV)/.ready
+	$(BIN)/python -m tests.helpers.models_table
 
 clean:
 	rm -rf $(VENV)

@@ -10,10 +10,19 @@ settings.load_profile("ci")
 
 @pytest.fixture(autouse=True)
 def _quiet_and_seeded():
-    """Every test starts from the same global random state and leaves gradients off; two threads, as CI has."""
+    """Every test starts from the same global random state, without gradients, on one thread: two workers share the
+    cores."""
     torch.manual_seed(0)
+    torch.set_num_threads(1)
     with torch.no_grad():
         yield
+
+
+@pytest.fixture(params=[1, 2, 3], ids="threads{}".format)
+def threads(request) -> int:
+    """Number of torch's threads; the CPU path splits every segment into as many parts."""
+    torch.set_num_threads(request.param)
+    return request.param
 
 
 @pytest.fixture

@@ -39,6 +39,13 @@ class _Dispatch:
             )
         return handler(*args, **(kwargs or {}))
 
+    def __getattr__(self, name: str) -> Any:
+        # AttributeError, so that hasattr and copy work.
+        raise AttributeError(
+            f"{type(self).__name__} of a compressed KV cache has no {name!r}: it can only be attended to, "
+            f"with attn_implementation in {SUPPORTED_ATTENTION}, and attention weights are not kept"
+        )
+
 
 @dataclass(frozen=True)
 class _Entries(_Dispatch):
@@ -182,8 +189,7 @@ class RaggedLogits(_Dispatch):
 
 def decode(layer: RaggedLayer, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
     """Attention output [b, hq, n, dv] of the newest ``n`` tokens over the layer."""
-    if mask is not None:
-        layer.apply_mask(mask, query.shape[2])
+    layer.apply_mask(mask, query.shape[2])
     return weighted_decode(query, layer.store, scaling=scaling, softcap=softcap)[0]
 
 

@@ -43,6 +43,7 @@ class RaggedLayer(CacheLayerMixin):
         self.context_length = context_length
         self.padding = padding
         self.appended = 0
+        self.hides = False
 
     def __repr__(self) -> str:
         stored = int(self.store.length.sum())
@@ -83,20 +84,34 @@ class RaggedLayer(CacheLayerMixin):
         self.appended += n
         return self.keys, self.values
 
-    def apply_mask(self, mask: Tensor, n: int) -> None:
+    def apply_mask(self, mask: Tensor | None, n: int) -> None:
         """Take over a mask [b or 1, heads or 1, n, logical length] for the newest ``n`` tokens; bool, or additive with
-        0 and -inf.
+        0 and -inf. None hides nothing.
 
-        Appended tokens that the mask hides (padding of a batch of questions) get weight 0. The compressed context is
-        there for every row or for none: a mask over it that is not its own left padding, and anything that is not
-        causal, is refused.
+        Appended tokens that the mask hides (padding of a batch of questions) get weight 0 until a later mask shows
+        them. The compressed context is there for every row or for none: a mask over it that is not its own left
+        padding, and anything that is not causal, is refused.
         """
         length, t = self.get_seq_length(), self.context_length
+        if mask is None:
+            if any(self.padding):
+                raise NotImplementedError(
+                    "attention_mask must be given over a compressed KV cache with left padding, got None"
+                )
+            if self.hides:
+                self._hide(torch.zeros(self.store.batch, self.appended, dtype=torch.bool))
+            return
         if mask.shape[-1] != length or mask.shape[-2] != n:
             raise ValueError(
                 f"attention_mask must cover {n} new tokens and {length} entries, got {tuple(mask.shape[-2:])}"
             )
         allowed = mask if mask.dtype == torch.bool else mask == 0
+        if not torch.equal(allowed, allowed[:, :1].expand_as(allowed)):
+            raise NotImplementedError("over a compressed KV cache, attention_mask must be the same for all heads")
+        if mask.dtype != torch.bool and (mask[~allowed] > torch.finfo(mask.dtype).min / 2).any():
+            raise NotImplementedError(
+                "over a compressed KV cache, attention_mask must hold 0 and -inf only, not a bias"
+            )
         allowed = allowed[:, 0].expand(self.store.batch, n, length)
         visible = allowed[:, -1]  # [b length]
         causal = torch.ones(n, length, dtype=torch.bool, device=mask.device).tril(length - n)
@@ -106,12 +121,17 @@ class RaggedLayer(CacheLayerMixin):
             raise NotImplementedError(
                 "over a compressed KV cache, attention_mask may hide left padding only (causal attention)"
             )
-        if self.appended:
-            places = (self.store.start + self.store.length).unsqueeze(-1) - torch.arange(
-                self.appended, 0, -1, device=self.store.start.device
-            )
-            hidden = torch.where(visible[:, t:], 0.0, -torch.inf).repeat_interleave(self.store.kv_heads, 0)
-            self.store.log_w[places] = hidden.to(self.store.log_w.device)
+        hidden = ~visible[:, t:]
+        if self.hides or hidden.any():
+            self._hide(hidden)
+
+    def _hide(self, hidden: Tensor) -> None:
+        """Weight 0 for the hidden appended tokens [b, appended], 1 for the others."""
+        end = (self.store.start + self.store.length).unsqueeze(-1)
+        places = end - torch.arange(self.appended, 0, -1, device=end.device)
+        log_w = torch.where(hidden, -torch.inf, 0.0).repeat_interleave(self.store.kv_heads, 0)
+        self.store.log_w[places] = log_w.to(end.device)
+        self.hides = bool(hidden.any())
 
     def get_seq_length(self) -> int:
         return self.context_length + self.appended

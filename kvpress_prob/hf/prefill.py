@@ -12,9 +12,10 @@ exit the model is as it was.
 
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
@@ -97,59 +98,71 @@ class PrefillWatcher(Protocol):
     def end(self, prefill: Prefill) -> None: ...
 
 
-class _Recorder:
-    """Holds each attention module's inputs between its attention call and its forward hook; None for sliding-window
-    layers."""
-
-    def __init__(self) -> None:
-        self.inputs: dict[nn.Module, AttentionInputs | None] = {}
-
-
-_RECORDERS: WeakKeyDictionary[nn.Module, _Recorder] = WeakKeyDictionary()
+_WATCHED: WeakKeyDictionary[nn.Module, "_Session"] = WeakKeyDictionary()
 """Attention modules of the models that are being watched right now."""
+_ENTRY = threading.Lock()
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
-    """The module whose ``layers`` hold a ``self_attn`` each; ``TypeError`` for any other architecture."""
-    base = getattr(model, "model", None)
-    decoder = getattr(base, "language_model", base)
-    layers = getattr(decoder, "layers", None)
-    if not layers or not all(hasattr(getattr(layer, "self_attn", None), "layer_idx") for layer in layers):
-        raise TypeError(
-            "model must be a decoder-only language model with model.layers[i].self_attn.layer_idx, "
-            f"got {type(model).__name__}"
-        )
-    if any(hasattr(layer.self_attn, "sinks") for layer in layers):
-        raise TypeError(f"model must not have learned attention sinks, got {type(model).__name__}")
-    return decoder
-
-
-@contextmanager
-def watch_prefills(model: PreTrainedModel, start: Callable[[], PrefillWatcher]) -> Iterator[None]:
-    """Show every prefill inside the block to a new ``start()``.
+    """The module whose ``layers`` hold a ``self_attn`` each.
 
     Raises
     ------
     TypeError
-        For a model whose layers are not found, at once; for a cache that cannot be compressed, before the model runs.
+        For an architecture that cannot be compressed, as far as its structure shows it.
+    """
+    name = type(model).__name__
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"model must be a transformers PreTrainedModel, got {name}")
+    base = getattr(model, "model", model)
+    # Wrappers keep the decoder in different places; some models' get_decoder() returns the whole model.
+    candidates = (getattr(base, "language_model", base), model.get_decoder())
+    decoder, modules = next(((it, found) for it in candidates if (found := _attention_modules(it))), (None, []))
+    if decoder is None or model.config.is_encoder_decoder:
+        raise TypeError(
+            "model must be a decoder-only language model whose layers[i].self_attn use transformers' attention "
+            f"interface, got {name}"
+        )
+    if any(hasattr(module, "sinks") for module in modules):
+        raise TypeError(f"model must not have learned attention sinks, got {name}")
+    if getattr(decoder.config, "num_kv_shared_layers", 0):
+        raise TypeError(f"model must not share keys and values between layers, got {name}")
+    return decoder
+
+
+def _attention_modules(decoder: Any) -> list[Any]:
+    """The self-attention of every layer, or nothing if a layer has none."""
+    modules = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
+    return modules if all(hasattr(module, "layer_idx") and hasattr(module, "config") for module in modules) else []
+
+
+@contextmanager
+def watch_prefills(model: PreTrainedModel, start: Callable[[], PrefillWatcher]) -> Iterator[None]:
+    """Show every prefill inside the block, of whatever thread, to a new ``start()``.
+
+    Raises
+    ------
+    TypeError
+        For a model that cannot be compressed, at once; for a cache that cannot be, before the model runs.
     ValueError
         If the model attends with something else than sdpa or eager, or is being watched already.
     """
     decoder = decoder_of(model)
     modules = [layer.self_attn for layer in decoder.layers]
     base = modules[0].config._attn_implementation
-    if any(module in _RECORDERS for module in modules):
-        raise ValueError("model is already inside a `with press(model)` block of a probabilistic press")
-    if base not in SUPPORTED_ATTENTION:
-        raise ValueError(f"model must have attn_implementation in {SUPPORTED_ATTENTION}, got {base!r}")
-    recorder = _Recorder()
-    session = _Session(model, decoder, recorder, start)
+    session = _Session(model, decoder, start)
     with ExitStack() as stack:
+        with _ENTRY:
+            if any(module in _WATCHED for module in modules):
+                raise ValueError("model is already inside a `with press(model)` block of a probabilistic press")
+            if base not in SUPPORTED_ATTENTION:
+                raise ValueError(f"model must have attn_implementation in {SUPPORTED_ATTENTION}, got {base!r}")
+            for module in modules:
+                stack.callback(_WATCHED.pop, module, None)
+                _WATCHED[module] = session
         for module in modules:
-            _RECORDERS[module] = recorder
-            stack.callback(_RECORDERS.pop, module, None)
             stack.callback(module.register_forward_hook(session.after_attention, with_kwargs=True).remove)
-            if not hasattr(module, "rotary_emb"):
+            if not hasattr(module, "rotary_emb") and hasattr(decoder, "rotary_emb"):
                 # Where kvpress' scorers look for it.
                 module.rotary_emb = decoder.rotary_emb
                 stack.callback(delattr, module, "rotary_emb")
@@ -166,17 +179,25 @@ class _Running:
     watcher: PrefillWatcher
     valid: Tensor
     input_ids: Tensor | None
-    layers: list[int]
+    cache: Cache | None = None
+    layers: list[int] = field(default_factory=list)
+    attended: "_Attended | None" = None
 
 
-class _Session:
-    """The hooks of one ``watch_prefills`` block."""
+@dataclass(frozen=True)
+class _Attended:
+    """What the attention function got, between its call and its module's forward hook."""
 
-    def __init__(
-        self, model: PreTrainedModel, decoder: nn.Module, recorder: _Recorder, start: Callable[[], PrefillWatcher]
-    ) -> None:
+    module: nn.Module
+    mask: Tensor | None
+    inputs: AttentionInputs | None  # None for a sliding-window layer
+
+
+class _Session(threading.local):
+    """The hooks of one ``watch_prefills`` block. Each thread has its own running prefill, most threads none."""
+
+    def __init__(self, model: PreTrainedModel, decoder: nn.Module, start: Callable[[], PrefillWatcher]) -> None:
         self.model = model
-        self.recorder = recorder
         self.start = start
         self.signature = inspect.signature(decoder.forward)
         self.running: _Running | None = None
@@ -186,43 +207,56 @@ class _Session:
         self.running = None
         given = self.signature.bind_partial(*args, **kwargs).arguments
         given = {**given.pop("kwargs", {}), **given}
-        cache = given.get("past_key_values")
+        cache, ids, embeds = (given.get(name) for name in ("past_key_values", "input_ids", "inputs_embeds"))
         check_cache(cache)
-        if cache is None and not given.get("use_cache", self.model.config.get_text_config().use_cache):
+        use_cache = given.get("use_cache")
+        if cache is None and not (self.model.config.get_text_config().use_cache if use_cache is None else use_cache):
             raise ValueError("use_cache must be True inside `with press(model)`: without a cache nothing is compressed")
-        if cache is not None and cache.get_seq_length() > 0:
+        inputs = embeds if ids is None else ids
+        if inputs is None or (cache is not None and cache.get_seq_length() > 0):
             return
-        ids = given.get("input_ids")
-        valid = _left_padded(given.get("attention_mask"), given["inputs_embeds"] if ids is None else ids)
-        self.recorder.inputs.clear()
-        self.running = _Running(self.start(), valid, ids, [])
+        self.running = _Running(self.start(), _validity(given.get("attention_mask"), inputs), ids)
+
+    def attend(self, module: nn.Module, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any], base: str) -> None:
+        """Note what the attention function got."""
+        if self.running is not None:
+            inputs = None if _is_sliding(module, kwargs) else _attention_inputs(query, kwargs, base)
+            self.running.attended = _Attended(module, mask, inputs)
 
     def after_attention(self, module: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
         """Show a full-attention layer of a prefill to the watcher."""
         running = self.running
         if running is None:
             return
-        if module not in self.recorder.inputs:
-            raise TypeError(f"{type(module).__name__} does not use transformers' attention interface")
-        inputs = self.recorder.inputs.pop(module)
-        if inputs is None:
+        name = type(module).__name__
+        attended, running.attended = running.attended, None
+        if attended is None or attended.module is not module:
+            raise TypeError(f"{name} does not use transformers' attention interface")
+        for keyword in ("past_key_values", "attention_mask"):
+            if keyword not in kwargs:
+                raise TypeError(f"{name} must be called with the keyword {keyword}, got {sorted(kwargs)}")
+        if attended.mask is not kwargs["attention_mask"]:
+            raise TypeError(f"{name} changes its attention mask: it cannot decode over a compressed cache")
+        running.cache = kwargs["past_key_values"]
+        if running.cache is None:
+            raise ValueError("use_cache must be True inside `with press(model)`: without a cache nothing is compressed")
+        if attended.inputs is None:
             return
         index = cast(int, module.layer_idx)
-        cache_layer = kwargs["past_key_values"].layers[index]
-        tokens = running.valid.shape[1]
-        if cache_layer.keys.shape[2] != tokens:
-            raise ValueError(
-                f"layer {index} must hold all {tokens} tokens of the prefill, got {cache_layer.keys.shape[2]}: "
-                "another press has compressed it"
-            )
+        keys, values = running.cache.layers[index].keys, running.cache.layers[index].values
         running.layers.append(index)
+        self._check_dense(running)
         layer = LayerPrefill(
             module,
             kwargs["hidden_states"] if "hidden_states" in kwargs else args[0],
-            cache_layer.keys,
-            cache_layer.values,
+            cast(Tensor, keys),
+            cast(Tensor, values),
             output[1],
-            {**kwargs, "attention_inputs": inputs, **({} if running.valid.all() else {"valid": running.valid})},
+            {
+                **kwargs,
+                "attention_inputs": attended.inputs,
+                **({} if running.valid.all() else {"valid": running.valid}),
+            },
         )
         with torch.no_grad():
             running.watcher.layer(layer)
@@ -230,23 +264,50 @@ class _Session:
     def after_model(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Hand the finished prefill to the watcher."""
         running, self.running = self.running, None
-        if running is None:
+        if running is None or running.cache is None:
             return
-        prefill = Prefill(self.model, output.past_key_values, running.layers, running.valid, running.input_ids)
+        self._check_dense(running)
+        prefill = Prefill(self.model, running.cache, running.layers, running.valid, running.input_ids)
         with torch.no_grad():
             running.watcher.end(prefill)
 
+    def _check_dense(self, running: _Running) -> None:
+        """Refuse layers that another press inside the same block has pruned."""
+        tokens = running.valid.shape[1]
+        for index in running.layers:
+            length = cast(Tensor, cast(Cache, running.cache).layers[index].keys).shape[2]
+            if length != tokens:
+                raise ValueError(
+                    f"layer {index} must hold all {tokens} tokens of the prefill, got {length}: "
+                    "another press has compressed it"
+                )
 
-def _left_padded(attention_mask: Tensor | None, inputs: Tensor) -> Tensor:
-    """Validity [b, t] of the prefill's tokens; only left padding is understood."""
-    shape = inputs.shape[:2]
+
+def _validity(attention_mask: Any, inputs: Tensor) -> Tensor:
+    """Validity [b, t] of a prefill's tokens from a mask [b, t], a mask [b or 1, heads, t, t], or a dict of such masks.
+
+    Only left padding is understood. Tokens may see more than the ones before them (images do).
+    """
+    b, t = inputs.shape[:2]
+    if isinstance(attention_mask, dict):
+        # What multimodal models hand to their language model: a mask for each kind of layer.
+        attention_mask = attention_mask.get("full_attention")
     if attention_mask is None:
-        return torch.ones(shape, dtype=torch.bool, device=inputs.device)
-    if attention_mask.ndim != 2 or tuple(attention_mask.shape) != tuple(shape):
+        return torch.ones(b, t, dtype=torch.bool, device=inputs.device)
+    shape = tuple(getattr(attention_mask, "shape", ()))
+    if shape == (b, t):
+        valid = attention_mask.bool()
+    elif len(shape) == 4 and shape[0] in (1, b) and shape[2:] == (t, t):
+        seen = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
+        valid = seen[:, 0, -1].expand(b, t)
+        columns = valid[:, None, None]
+        causal = torch.ones(t, t, dtype=torch.bool, device=seen.device).tril()
+        if (seen & ~columns).any() or (causal & columns & ~seen).any():
+            raise NotImplementedError("attention_mask of a prefill must let every token see all valid ones before it")
+    else:
         raise NotImplementedError(
-            f"attention_mask of a prefill must have shape {tuple(shape)}, got {tuple(attention_mask.shape)}"
+            f"attention_mask of a prefill must have shape {(b, t)} or {(b, 1, t, t)}, got {shape or attention_mask}"
         )
-    valid = attention_mask.bool()
     if not valid[:, -1].all() or (valid[:, :-1] & ~valid[:, 1:]).any():
         raise NotImplementedError("attention_mask of a prefill must be left padding: zeros, then ones, in every row")
     return valid
@@ -279,19 +340,27 @@ def _record_and_attend(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The registered attention function: note the query, then attend as configured."""
-    recorder = _RECORDERS.get(module)
-    if recorder is not None:
-        recorder.inputs[module] = None if _is_sliding(module, kwargs) else _attention_inputs(query, kwargs)
-    if base == "eager":  # not a registered function: every model file has its own
-        attend = sys.modules[type(module).__module__].eager_attention_forward
-    else:
-        attend = ALL_ATTENTION_FUNCTIONS[base]
+    session = _WATCHED.get(module)
+    if session is not None:
+        session.attend(module, query, attention_mask, kwargs, base)
+    attend = _eager_attention(module) if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
     return attend(module, query, key, value, attention_mask, **kwargs)
 
 
-def _attention_inputs(query: Tensor, kwargs: dict[str, Any]) -> AttentionInputs:
+def _eager_attention(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """Eager attention is not registered: every model file has its own; a subclass may live in another file."""
+    for cls in type(module).__mro__:
+        function = getattr(sys.modules[cls.__module__], "eager_attention_forward", None)
+        if function is not None:
+            return function
+    raise TypeError(f"no eager_attention_forward beside {type(module).__name__}: use attn_implementation='sdpa'")
+
+
+def _attention_inputs(query: Tensor, kwargs: dict[str, Any], base: str) -> AttentionInputs:
     scaling = kwargs.get("scaling")
-    return AttentionInputs(query, query.shape[-1] ** -0.5 if scaling is None else scaling, kwargs.get("softcap"))
+    # transformers' sdpa attention ignores a model's softcap.
+    softcap = kwargs.get("softcap") if base == "eager" else None
+    return AttentionInputs(query, query.shape[-1] ** -0.5 if scaling is None else scaling, softcap)
 
 
 def _is_sliding(module: Any, kwargs: dict[str, Any]) -> bool:

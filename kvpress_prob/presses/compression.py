@@ -6,6 +6,7 @@ them and evicts. One prefill can thus be packed several times, into copies of it
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -81,6 +82,9 @@ class Compression:
         seed = generator.seed() if seed is None else seed
         lengths = prefill.valid.sum(-1).tolist()
         before = cache_bytes(prefill.cache)
+        if compression_ratio and not prefill.layers:
+            name = type(prefill.model).__name__
+            warnings.warn(f"every layer of {name} has a sliding window: nothing is evicted", stacklevel=2)
         if compression_ratio == 0 or not prefill.layers:
             kept, effective, draws = _everything(prefill, lengths), None, None
         else:

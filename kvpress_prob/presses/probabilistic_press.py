@@ -124,6 +124,7 @@ class ProbabilisticPress(BasePress):
             For parameters, models and caches that are not supported; before anything has run.
         """
         self._check()
+        self.report = None
         self.post_init_from_model(model)
         # Some scorers (StreamingLLM, CriticalKV) score differently at different ratios.
         self.press.compression_ratio = self.compression_ratio

@@ -7,6 +7,7 @@ read from the cache under test; keys, values and every product come from a dense
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,16 +15,17 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import sdpa_mask
 
 from kvpress_prob.hf import RaggedLayer
+from kvpress_prob.hf.attention import SUPPORTED_ATTENTION
 from kvpress_prob.hf.prefill import decoder_of
 
 _BIASES: dict[int, Tensor] = {}
 
 
-def _oracle_attention(module, query, key, value, attention_mask, scaling=None, softcap=None, **kwargs):
+def _oracle_attention(base, module, query, key, value, attention_mask, scaling=None, softcap=None, **kwargs):
     group = query.shape[1] // key.shape[1]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     logits = scaling * query.float() @ key.float().repeat_interleave(group, 1).mT
-    if softcap is not None:
+    if softcap is not None and base == "eager":  # transformers' sdpa attention ignores it
         logits = softcap * torch.tanh(logits / softcap)
     bias = _BIASES.get(module.layer_idx)
     if bias is not None:
@@ -38,8 +40,9 @@ def _oracle_attention(module, query, key, value, attention_mask, scaling=None, s
     return output.to(query.dtype).transpose(1, 2).contiguous(), None
 
 
-AttentionInterface.register("oracle", _oracle_attention)
-AttentionMaskInterface.register("oracle", sdpa_mask)
+for _base in SUPPORTED_ATTENTION:
+    AttentionInterface.register(f"oracle_{_base}", partial(_oracle_attention, _base))
+    AttentionMaskInterface.register(f"oracle_{_base}", sdpa_mask)
 
 
 @contextmanager
@@ -49,7 +52,7 @@ def oracle_attention(model: PreTrainedModel, biases: dict[int, Tensor]) -> Itera
     before = config._attn_implementation
     _BIASES.clear()
     _BIASES.update(biases)
-    config._attn_implementation = "oracle"
+    config._attn_implementation = f"oracle_{before}"
     try:
         yield
     finally:
@@ -68,8 +71,8 @@ def biases_of(compressed: DynamicCache, dense: DynamicCache) -> dict[int, Tensor
         if not isinstance(layer, RaggedLayer):
             continue
         keys, values = dense.layers[index].keys, dense.layers[index].values
-        bias = torch.full(keys.shape[:3], -torch.inf)
         t = layer.context_length
+        bias = torch.full((*keys.shape[:2], t), -torch.inf)
         for row in range(keys.shape[0]):
             for head in range(keys.shape[1]):
                 k, v, log_w = layer.store.segment(row, head)

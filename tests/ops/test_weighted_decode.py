@@ -55,7 +55,15 @@ def test_cpu_path_equals_the_reference(dtype, d, group, n):
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=1e-4)
 
 
-def test_empty_segments_give_zero_and_minus_infinity():
+@pytest.mark.parametrize("n", [1, 7])
+def test_cpu_path_splits_segments_over_threads(threads, n):
+    store = random_store([max(length, n) for length in (0, 1, 2, 15, 64, 65, 301, 1000)], batch=2, d=48)
+    (output, lse), (want, want_lse) = both(torch.randn(2, 12, n, 48), store, scaling=0.2)
+    torch.testing.assert_close(output.double(), want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=1e-4)
+
+
+def test_empty_segments_give_zero_and_minus_infinity(threads):
     """Scenario S8."""
     store = random_store([0, 3, 0, 300], batch=2, d=16)
     query = torch.randn(2, 4, 1, 16)
@@ -70,7 +78,7 @@ def test_empty_segments_give_zero_and_minus_infinity():
 
 @pytest.mark.parametrize("length", [3, 40, 1000])
 @pytest.mark.parametrize("hidden", ["newest", "all", "half"])
-def test_weights_of_zero_hide_entries(length, hidden):
+def test_weights_of_zero_hide_entries(threads, length, hidden):
     store = random_store([length, length], d=16)
     log_w = store.segment(0, 1)[2]
     log_w[{"newest": slice(-2, None), "all": slice(None), "half": slice(0, None, 2)}[hidden]] = -torch.inf
