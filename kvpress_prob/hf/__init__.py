@@ -2,6 +2,7 @@
 
 from kvpress_prob.hf.cache import RaggedLayer, cache_bytes, compress_layer
 from kvpress_prob.hf.prefill import AttentionInputs, LayerPrefill, Prefill, attention_inputs, watch_prefills
+from kvpress_prob.hf.second_pass import batch_row, second_pass
 
 __all__ = [
     "AttentionInputs",
@@ -9,7 +10,9 @@ __all__ = [
     "Prefill",
     "RaggedLayer",
     "attention_inputs",
+    "batch_row",
     "cache_bytes",
     "compress_layer",
+    "second_pass",
     "watch_prefills",
 ]

@@ -30,7 +30,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from kvpress_prob.hf.attention import SUPPORTED_ATTENTION
 from kvpress_prob.hf.cache import check_cache
 
-_NAME = "kvpress_prob_{}"
+_PREFIX = "kvpress_prob_"
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,16 @@ class LayerPrefill:
     attentions: Tensor | None
     kwargs: dict[str, Any]
 
+    @property
+    def inputs(self) -> AttentionInputs:
+        """What the module handed to its attention function."""
+        return attention_inputs(self.module, self.hidden_states, self.kwargs)
+
+    @property
+    def valid(self) -> Tensor | None:
+        """Validity [b, t] of the tokens; None when nothing is padding."""
+        return self.kwargs.get("valid")
+
 
 @dataclass(frozen=True)
 class Prefill:
@@ -79,6 +89,8 @@ class Prefill:
         Indices of the full-attention layers.
     valid : Bool[Tensor, "b t"]
         False for left padding.
+    next_position : Int[Tensor, "b"]
+        Position of the token after the context.
     input_ids : Int[Tensor, "b t"] or None
         None when the model was called with embeddings.
     """
@@ -87,6 +99,7 @@ class Prefill:
     cache: Cache
     layers: list[int]
     valid: Tensor
+    next_position: Tensor
     input_ids: Tensor | None
 
 
@@ -98,7 +111,18 @@ class PrefillWatcher(Protocol):
     def end(self, prefill: Prefill) -> None: ...
 
 
-_WATCHED: WeakKeyDictionary[nn.Module, "_Session"] = WeakKeyDictionary()
+class AttentionObserver(Protocol):
+    """Sees the attention of the modules that it watches."""
+
+    def attend(
+        self, module: nn.Module, inputs: AttentionInputs | None, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor | None:
+        """Attention output [b hq n dv], or None to attend as configured. ``inputs`` is None for a sliding-window
+        layer."""
+        ...
+
+
+_WATCHED: WeakKeyDictionary[nn.Module, AttentionObserver] = WeakKeyDictionary()
 """Attention modules of the models that are being watched right now."""
 _ENTRY = threading.Lock()
 
@@ -149,7 +173,7 @@ def watch_prefills(model: PreTrainedModel, start: Callable[[], PrefillWatcher]) 
     """
     decoder = decoder_of(model)
     modules = [layer.self_attn for layer in decoder.layers]
-    base = modules[0].config._attn_implementation
+    base = configured_attention(modules[0])
     session = _Session(model, decoder, start)
     with ExitStack() as stack:
         with _ENTRY:
@@ -168,7 +192,7 @@ def watch_prefills(model: PreTrainedModel, start: Callable[[], PrefillWatcher]) 
                 stack.callback(delattr, module, "rotary_emb")
         stack.callback(decoder.register_forward_pre_hook(session.before_model, with_kwargs=True).remove)
         stack.callback(decoder.register_forward_hook(session.after_model, with_kwargs=True).remove)
-        stack.enter_context(_attention_name(modules, base))
+        stack.enter_context(named_attention(modules))
         yield
 
 
@@ -178,6 +202,7 @@ class _Running:
 
     watcher: PrefillWatcher
     valid: Tensor
+    next_position: Tensor
     input_ids: Tensor | None
     cache: Cache | None = None
     layers: list[int] = field(default_factory=list)
@@ -215,12 +240,17 @@ class _Session(threading.local):
         inputs = embeds if ids is None else ids
         if inputs is None or (cache is not None and cache.get_seq_length() > 0):
             return
-        self.running = _Running(self.start(), _validity(given.get("attention_mask"), inputs), ids)
+        valid = _validity(given.get("attention_mask"), inputs)
+        positions = given.get("position_ids")
+        last = inputs.shape[1] - 1 if positions is None else positions[..., -1]
+        next_position = torch.as_tensor(last, device=inputs.device).expand(inputs.shape[0]) + 1
+        self.running = _Running(self.start(), valid, next_position, ids)
 
-    def attend(self, module: nn.Module, query: Tensor, mask: Tensor | None, kwargs: dict[str, Any], base: str) -> None:
-        """Note what the attention function got."""
+    def attend(
+        self, module: nn.Module, inputs: AttentionInputs | None, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> None:
+        """Note what the attention function got, and let it attend."""
         if self.running is not None:
-            inputs = None if _is_sliding(module, kwargs) else _attention_inputs(query, kwargs, base)
             self.running.attended = _Attended(module, mask, inputs)
 
     def after_attention(self, module: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
@@ -267,7 +297,9 @@ class _Session(threading.local):
         if running is None or running.cache is None:
             return
         self._check_dense(running)
-        prefill = Prefill(self.model, running.cache, running.layers, running.valid, running.input_ids)
+        prefill = Prefill(
+            self.model, running.cache, running.layers, running.valid, running.next_position, running.input_ids
+        )
         with torch.no_grad():
             running.watcher.end(prefill)
 
@@ -313,21 +345,46 @@ def _validity(attention_mask: Any, inputs: Tensor) -> Tensor:
     return valid
 
 
+def configured_attention(module: Any) -> str:
+    """Name of the attention implementation that the model was configured with."""
+    return module.config._attn_implementation.removeprefix(_PREFIX)
+
+
 @contextmanager
-def _attention_name(modules: list[Any], base: str) -> Iterator[None]:
+def named_attention(modules: list[Any]) -> Iterator[None]:
     """Let the modules' configuration name the recording function for the length of the block."""
-    name = _NAME.format(base)
+    base = configured_attention(modules[0])
+    name = _PREFIX + base
     if name not in ALL_ATTENTION_FUNCTIONS:
         AttentionInterface.register(name, partial(_record_and_attend, base))
         AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
     configs = {id(module.config): module.config for module in modules}.values()
+    before = [config._attn_implementation for config in configs]
     try:
         for config in configs:
             config._attn_implementation = name
         yield
     finally:
-        for config in configs:
-            config._attn_implementation = base
+        for config, configured in zip(configs, before, strict=True):
+            config._attn_implementation = configured
+
+
+@contextmanager
+def attention_observer(modules: list[Any], observer: "AttentionObserver") -> Iterator[None]:
+    """Let ``observer`` see, and if it wants to compute, the modules' attention for the length of the block."""
+    with _ENTRY:
+        before = {module: _WATCHED.get(module) for module in modules}
+        _WATCHED.update(dict.fromkeys(modules, observer))
+    try:
+        with named_attention(modules):
+            yield
+    finally:
+        with _ENTRY:
+            for module, previous in before.items():
+                if previous is None:
+                    _WATCHED.pop(module, None)
+                else:
+                    _WATCHED[module] = previous
 
 
 def _record_and_attend(
@@ -340,9 +397,12 @@ def _record_and_attend(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The registered attention function: note the query, then attend as configured."""
-    session = _WATCHED.get(module)
-    if session is not None:
-        session.attend(module, query, attention_mask, kwargs, base)
+    observer = _WATCHED.get(module)
+    if observer is not None:
+        inputs = None if _is_sliding(module, kwargs) else _attention_inputs(query, kwargs, base)
+        output = observer.attend(module, inputs, key, value, attention_mask)
+        if output is not None:
+            return output.transpose(1, 2).contiguous(), None
     attend = _eager_attention(module) if base == "eager" else ALL_ATTENTION_FUNCTIONS[base]
     return attend(module, query, key, value, attention_mask, **kwargs)
 

@@ -48,7 +48,21 @@ def test_blocked_equals_the_reference(statistic, softcap, hq, hkv, n, t):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("statistic", STATISTICS)
+def test_output_change_is_what_deleting_an_entry_does():
+    query, keys, values, weights = inputs(hq=2, n=3, t=6)
+    change, output = attention_mass(query, keys, weights, scaling=0.5, values=values, statistic="output_change")
+    for head in range(2):
+        for entry in range(6):
+            want = 0.0
+            for row in range(3):
+                seen = [i for i in range(6 - 3 + row + 1) if i != entry]
+                logits = 0.5 * keys[0, head, seen] @ query[0, head, row]
+                without = torch.softmax(logits, 0) @ values[0, head, seen]
+                want += float(weights[0, row] * (output[0, head, row] - without).norm())
+            assert change[0, head, entry].item() == pytest.approx(want)
+
+
+@pytest.mark.parametrize("statistic", [statistic for statistic in STATISTICS if statistic != "output_change"])
 def test_scope_and_column_bias_equal_the_reference(statistic):
     query, keys, values, weights = inputs(b=2, hq=6, n=150, t=200)
     scope = torch.rand(200) < 0.5
@@ -128,6 +142,7 @@ def test_no_rows_by_entries_tensor_is_allocated():
         ({"values": torch.randn(1, 2, 5, 8)}, r"values must have shape \(1, 2, 12\) x dv, got \(1, 2, 5, 8\)"),
         ({"scope": torch.ones(3).bool()}, r"scope must have shape \(12,\), got \(3,\)"),
         ({"column_bias": torch.zeros(1, 4, 3)}, r"column_bias must have shape \(1, 4, 12\), got \(1, 4, 3\)"),
+        ({"statistic": "output_change"}, "statistic='output_change' needs values and no scope"),
         ({"statistic": "median"}, "statistic must be one of .*got 'median'"),
         ({"positions": torch.arange(3)}, r"positions must have shape \(12,\), got \(3,\)"),
         (

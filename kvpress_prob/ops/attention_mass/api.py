@@ -11,8 +11,8 @@ from kvpress_prob.ops.attention_mass.reference import attention_mass_reference
 
 Impl = Literal["auto", "reference", "blocked"]
 IMPLS: tuple[Impl, ...] = ("auto", "reference", "blocked")
-Statistic = Literal["mean", "rms", "max"]
-STATISTICS: tuple[Statistic, ...] = ("mean", "rms", "max")
+Statistic = Literal["mean", "rms", "max", "output_change"]
+STATISTICS: tuple[Statistic, ...] = ("mean", "rms", "max", "output_change")
 
 
 def attention_mass(
@@ -55,8 +55,9 @@ def attention_mass(
         When given, the rows' attention output is returned too.
     softcap : float, optional
         As in ``weighted_decode``.
-    statistic : "mean", "rms" or "max"
-        ``sum_j h_j p_j(i)``, ``sqrt(sum_j h_j p_j(i)^2)`` or the maximum of ``p_j(i)`` over rows with positive weight.
+    statistic : "mean", "rms", "max" or "output_change"
+        ``sum_j h_j p_j(i)``, ``sqrt(sum_j h_j p_j(i)^2)``, the maximum of ``p_j(i)`` over rows with positive weight, or
+        ``sum_j h_j p_j(i) / (1 - p_j(i)) |o_j - v_i|``, which needs ``values`` and has no scope.
     impl : "auto", "reference" or "blocked"
         "auto" takes "blocked", whose memory is linear in ``t``.
 
@@ -88,6 +89,8 @@ def attention_mass(
         raise ValueError(f"values must have shape {tuple(keys.shape[:3])} x dv, got {tuple(values.shape)}")
     if statistic not in STATISTICS:
         raise ValueError(f"statistic must be one of {STATISTICS}, got {statistic!r}")
+    if statistic == "output_change" and (values is None or scope is not None):
+        raise ValueError("statistic='output_change' needs values and no scope")
     if positions is None:
         if n > t:
             raise ValueError(

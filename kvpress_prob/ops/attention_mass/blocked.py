@@ -5,6 +5,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from kvpress_prob.ops.attention_mass.reference import LEAST_REST
+
 BLOCK_ELEMENTS = {"cpu": 2**21}
 """Elements of a block of logits: what fits a CPU's cache; elsewhere what keeps a GPU busy."""
 BLOCK_ELEMENTS_ELSEWHERE = 2**26
@@ -70,6 +72,10 @@ def attention_mass_blocked(
         if output is not None and values is not None:
             part = probability.view(b * hkv, -1, end) @ values[:, :end]
             output[:, :, rows] = part.view(b, hq, size, -1)
+            if statistic == "output_change":
+                odds = probability.div_((1 - probability).clamp_(min=LEAST_REST))
+                distance = torch.cdist(part, values[:, :end], compute_mode="donot_use_mm_for_euclid_dist")
+                odds.view(b * hkv, -1, end).mul_(distance)
         row_weight = weights[..., rows]  # [b*hq 1 size]
         if statistic == "max":
             row_weight = (row_weight > 0).to(wide)

@@ -7,13 +7,18 @@ With ``p_j = softmax_i(a_ji)``, ``a_ji = scaling q_j.k_i`` (softcapped if asked)
     rms    sqrt(sum_j h_j p_j(i)^2)
     max    max_{j: h_j > 0} p_j(i)
     output o_j = sum_i p_j(i) v_i
+    output_change   sum_j h_j p_j(i) / (1 - p_j(i)) |o_j - v_i|
 
-A row always sees its own position, so padding rows are defined; they carry ``h_j = 0``.
+The last is what deleting entry ``i`` does to the rows' outputs (without a scope); ``1 - p`` is at least ``LEAST_REST``,
+below which a float32 probability says nothing of it. A row always sees its own position, so padding rows are defined;
+they carry ``h_j = 0``.
 """
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
+
+LEAST_REST = 1e-4
 
 
 def attention_mass_reference(
@@ -44,7 +49,11 @@ def attention_mass_reference(
     probability = torch.softmax(logits.masked_fill(~seen, -torch.inf), -1)
     output = None
     if values is not None:
-        output = (probability @ values.to(wide).repeat_interleave(group, 1)).to(query.dtype)
+        repeated = values.to(wide).repeat_interleave(group, 1)
+        output = probability @ repeated
+        change = probability / (1 - probability).clamp(min=LEAST_REST)
+        change = change * torch.cdist(output, repeated, compute_mode="donot_use_mm_for_euclid_dist")
+        output = output.to(query.dtype)
     if scope is not None:
         probability = probability * scope
         inside = probability.sum(-1, keepdim=True)
@@ -54,6 +63,8 @@ def attention_mass_reference(
         mass = (weight * probability).sum(2)
     elif statistic == "rms":
         mass = (weight * probability.square()).sum(2).sqrt()
-    else:
+    elif statistic == "max":
         mass = torch.where(weight > 0, probability, 0).amax(2)
+    else:
+        mass = (weight * change).sum(2)
     return mass, output

@@ -1,0 +1,93 @@
+"""A second pass of the model over a finished prefill, with the attention of its full-attention layers in the caller's
+hands.
+
+The pass runs on a scratch cache whose layers start from the prefill's tensors. ``DynamicLayer`` grows by making new
+tensors, so the prefill's cache is the same, to the bit and to the storage, before, during and after the pass.
+"""
+
+import copy
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+from kvpress_prob.hf.prefill import AttentionInputs, Prefill, attention_observer, decoder_of
+
+Attend = Callable[[int, AttentionInputs, Tensor, Tensor], Tensor]
+"""(layer index, attention inputs, keys [b hkv s d], values [b hkv s dv]) -> attention output [b hq n dv]."""
+
+
+def second_pass(prefill: Prefill, input_ids: Tensor, attend: Attend) -> None:
+    """Run the decoder over ``input_ids`` as if they followed the prefill's context.
+
+    Parameters
+    ----------
+    prefill : Prefill
+        Its cache is read and not changed.
+    input_ids : Int[Tensor, "b n"]
+    attend : callable
+        Computes the attention of every full-attention layer; keys and values are the context's, then the new tokens'.
+    """
+    decoder = decoder_of(prefill.model)
+    b, n = input_ids.shape
+    valid = prefill.valid
+    mask = None if valid.all() else torch.cat((valid, valid.new_ones(b, n)), 1)
+    positions = prefill.next_position.unsqueeze(-1) + torch.arange(n, device=input_ids.device)
+    modules = [layer.self_attn for layer in decoder.layers]
+    with torch.no_grad(), attention_observer(modules, _Pass(attend)):
+        decoder(
+            input_ids=input_ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=scratch_copy(prefill.cache),
+            use_cache=True,
+        )
+
+
+def scratch_copy(cache: Any) -> DynamicCache:
+    """A cache that starts from the same tensors and grows on its own."""
+    scratch = DynamicCache()
+    scratch.layers = [copy.copy(layer) for layer in cache.layers]
+    return scratch
+
+
+def batch_row(prefill: Prefill, row: int) -> Prefill:
+    """One batch row of a prefill as if it had been alone, without its padding; its tensors are views."""
+    padding = int((~prefill.valid[row]).sum())
+    cache = scratch_copy(prefill.cache)
+    for layer in cache.layers:
+        keys, values = cast(Tensor, layer.keys), cast(Tensor, layer.values)
+        # A sliding-window layer may have dropped some of the padding, or all of it, already.
+        drop = max(padding - (layer.get_seq_length() - keys.shape[2]), 0)
+        layer.keys, layer.values = keys[row : row + 1, :, drop:], values[row : row + 1, :, drop:]
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length -= padding
+    ids = prefill.input_ids
+    return replace(
+        prefill,
+        cache=cache,
+        valid=prefill.valid[row : row + 1, padding:],
+        next_position=prefill.next_position[row : row + 1],
+        input_ids=None if ids is None else ids[row : row + 1, padding:],
+    )
+
+
+class _Pass:
+    """Hands the attention of the thread that runs the pass to ``attend``; other threads on the model attend as
+    configured."""
+
+    def __init__(self, attend: Attend):
+        self.attend_layer = attend
+        self.thread = threading.get_ident()
+
+    def attend(
+        self, module: nn.Module, inputs: AttentionInputs | None, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> Tensor | None:
+        if inputs is None or threading.get_ident() != self.thread:
+            return None
+        return self.attend_layer(int(module.layer_idx), inputs, key, value)  # pyright: ignore[reportArgumentType]

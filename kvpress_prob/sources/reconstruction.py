@@ -1,0 +1,150 @@
+"""Reconstruction rows: the model reads its context once more, chunk by chunk, with the context in its cache.
+
+Repeating a text, a model looks up what it is about to write, so every fact of the context is asked for by some row
+(KVzip, https://arxiv.org/abs/2505.23416). The rows' own keys and values are dropped after each chunk.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpress_prob.hf import AttentionInputs, Prefill, second_pass
+from kvpress_prob.maths.sampling import systematic_sample
+from kvpress_prob.sources.rows import QueryRows, Visit
+
+STRETCH = 64
+"""Tokens that are repeated or left out together when ``fraction`` is below 1."""
+
+Prompt = Callable[[Tensor, int], Tensor]
+"""(context ids [1, t], first token of the chunk) -> ids [1, p] that come before the repeated chunk."""
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """Query rows of a pass that repeats the context.
+
+    Parameters
+    ----------
+    chunk_size : int, default=2048
+        Tokens that are repeated at a time.
+    fraction : float, default=1.0
+        Share of the context that is repeated, in (0, 1]: an evenly spread sample of stretches of 64 tokens, for
+        proportionally less time. Entries that no repeated row looks up get low scores.
+    prompt : callable, optional, default=None
+        What is said before a chunk is repeated (``kvzip_prompt``). None says nothing: a text that begins again is
+        repeated without being asked.
+    skip : int, default=0
+        First tokens of the context, a chat template's, that are not repeated.
+    n_sink : int, optional, default=None
+        KVzip's scope: attention is renormalised over the first ``n_sink`` entries, the chunk and the repeated tokens,
+        and only the chunk's entries are scored. None scores every entry by its full attention.
+    """
+
+    chunk_size: int = 2048
+    fraction: float = 1.0
+    prompt: Prompt | None = None
+    skip: int = 0
+    n_sink: int | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.chunk_size, int) or self.chunk_size < 1:
+            raise ValueError(f"chunk_size must be an integer >= 1, got {self.chunk_size!r}")
+        if not isinstance(self.fraction, (int, float)) or not 0 < self.fraction <= 1:
+            raise ValueError(f"fraction must be a number in (0, 1], got {self.fraction!r}")
+        for name, value in (("skip", self.skip), ("n_sink", self.n_sink)):
+            if not isinstance(value, int | None) or (value is not None and value < 0):
+                raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
+
+    def run(self, prefill: Prefill, visit: Visit) -> None:
+        """Repeat the context; see ``PassSource``.
+
+        Raises
+        ------
+        ValueError
+            If the model was called with embeddings: there are no tokens to repeat.
+        """
+        ids = prefill.input_ids
+        if ids is None:
+            raise ValueError("input_ids must be given to the model for a reconstruction, got inputs_embeds")
+        t = ids.shape[1]
+        starts = range(min(self.skip, t - 1), t, self.chunk_size)
+        fed = [self._fed(ids, start) for start in starts]
+        total = sum(chunk.shape[1] for chunk in fed)
+        for start, chunk in zip(starts, fed, strict=True):
+            scope = self._scope(start, t, chunk.shape[1], ids.device)
+            second_pass(prefill, chunk, partial(_attend, visit, t, total, scope))
+
+    def _fed(self, ids: Tensor, start: int) -> Tensor:
+        """The prompt and the tokens of a chunk that are repeated."""
+        chunk = ids[:, start : start + self.chunk_size]
+        if self.fraction < 1:
+            stretches = -(-chunk.shape[1] // STRETCH)
+            q = torch.full((1, stretches), self.fraction, dtype=torch.float64)
+            chosen = systematic_sample(q, torch.tensor([0.5], dtype=torch.float64)).squeeze(0)
+            chosen[0] |= not chosen.any()
+            chunk = chunk[:, chosen.repeat_interleave(STRETCH)[: chunk.shape[1]].to(ids.device)]
+        return chunk if self.prompt is None else torch.cat((self.prompt(ids, start).to(ids.device), chunk), 1)
+
+    def _scope(self, start: int, t: int, new: int, device: torch.device) -> Tensor | None:
+        if self.n_sink is None:
+            return None
+        entry = torch.arange(t + new, device=device)
+        return (entry < min(self.n_sink, start)) | ((entry >= start) & (entry < start + self.chunk_size)) | (entry >= t)
+
+
+def _attend(
+    visit: Visit,
+    t: int,
+    total: int,
+    scope: Tensor | None,
+    layer: int,
+    inputs: AttentionInputs,
+    keys: Tensor,
+    values: Tensor,
+) -> Tensor:
+    weights = keys.new_full((keys.shape[0], inputs.query.shape[2]), 1 / total, dtype=torch.float64)
+    rows = QueryRows(inputs.query, keys, values, t, weights, inputs.scaling, inputs.softcap, scope=scope)
+    return visit(layer, rows)
+
+
+def kvzip_prompt(tokenizer: Any) -> tuple[Prompt, int]:
+    """KVzip's request to repeat, and how many tokens of the chat template come before the context.
+
+    Parameters
+    ----------
+    tokenizer : PreTrainedTokenizerBase
+        The model's; its chat template is used if it has one.
+
+    Returns
+    -------
+    prompt : callable
+        For ``Reconstruction.prompt``.
+    skip : int
+        For ``Reconstruction.skip``.
+    """
+
+    def encode(text: str) -> Tensor:
+        return tokenizer.encode(text, return_tensors="pt", add_special_tokens=False)
+
+    before, after = "", "\n"
+    if tokenizer.chat_template is not None:
+        message = [{"role": "user", "content": "context\n#######"}]
+        text = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False, enable_thinking=False)
+        text, after = text.split("\n#######")
+        before = text.split("context")[0]
+    first, later = (
+        "\n\nRepeat the previous context exactly.",
+        "\n\nRepeat the part of the previous context exactly, starting with",
+    )
+    skip = encode(before).shape[1]
+
+    def prompt(ids: Tensor, start: int) -> Tensor:
+        if start == skip:
+            return torch.cat((encode(first), encode(after)), 1)
+        return torch.cat((encode(later), ids[:, start - 8 : start].cpu(), encode(after)), 1)
+
+    return prompt, skip

@@ -1,0 +1,68 @@
+"""What every query source yields, and the two kinds of source."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from torch import Tensor
+
+from kvpress_prob.hf import LayerPrefill, Prefill
+
+
+@dataclass(frozen=True)
+class QueryRows:
+    """A block of query rows of one layer.
+
+    Attributes
+    ----------
+    query : Float[Tensor, "b hq n d"]
+    keys, values : Float[Tensor, "b hkv s d"], Float[Tensor, "b hkv s dv"]
+        Entries that the rows may see; the first ``context`` of them are the prefill's.
+    context : int
+    weights : Float[Tensor, "b n"]
+        Row weights; over all blocks of a layer they sum to 1 for each batch row.
+    scaling, softcap
+        As in ``attention_mass``.
+    positions : Int[Tensor, "n"] or None
+        Last entry that each row sees; None for the newest ``n``.
+    valid : Bool[Tensor, "b s"] or None
+        False for padding.
+    scope : Bool[Tensor, "s"] or None
+        Entries that the statistic is about.
+    column_bias : Float[Tensor, "b hq s"] or None
+        Added to the logits.
+    """
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    context: int
+    weights: Tensor
+    scaling: float
+    softcap: float | None = None
+    positions: Tensor | None = None
+    valid: Tensor | None = None
+    scope: Tensor | None = None
+    column_bias: Tensor | None = None
+
+
+Visit = Callable[[int, QueryRows], Tensor]
+"""(layer index, rows) -> the rows' attention output [b hq n dv]. A statistic is gathered on the way."""
+
+
+@runtime_checkable
+class LayerSource(Protocol):
+    """A source that reads a layer of the prefill."""
+
+    def rows(self, layer: LayerPrefill) -> QueryRows:
+        """The layer's query rows."""
+        ...
+
+
+@runtime_checkable
+class PassSource(Protocol):
+    """A source that makes a second pass over a finished prefill."""
+
+    def run(self, prefill: Prefill, visit: Visit) -> None:
+        """Make the pass; ``visit`` is called for every block of rows of every full-attention layer, layers in order."""
+        ...
