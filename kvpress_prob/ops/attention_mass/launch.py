@@ -40,11 +40,11 @@ def launch_config(n: int, head_dim: int, value_dim: int, dtype: torch.dtype, arc
     d, dv = head_block(head_dim), head_block(value_dim)
     if not has_tensor_cores(dtype, arch):
         return LaunchConfig(block_m=16, block_n=16, block_d=d, block_dv=dv, num_warps=4, num_stages=2)
-    if dv > 128:  # an output of 64 rows fills the registers of eight warps
+    if dv > 64:  # a wide output and its rows fill the registers
         block_m, num_warps = 64, 8
     else:
         block_m, num_warps = (64, 4) if n <= FEW_ROWS else (128, 8)
-    block_n = 64
+    block_n = 64 if dv <= 128 else 32
     held = 3 * block_n * (d + dv) + block_m * d
     num_stages = 3 if held * dtype.itemsize < shared_memory(arch) else 2
     return LaunchConfig(block_m, block_n, d, dv, num_warps, num_stages)
