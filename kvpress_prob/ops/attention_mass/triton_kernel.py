@@ -13,17 +13,7 @@ from torch import Tensor
 
 from kvpress_prob.ops.attention_mass.launch import launch_config
 from kvpress_prob.ops.availability import architecture
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def capped(logits, scale, cap, HAS_CAP: tl.constexpr):
-    """Base-2 logits of products; with a cap, ``scale`` holds the factors of tanh's exponent."""
-    if HAS_CAP:
-        return cap * (1.0 - 2.0 / (1.0 + tl.exp2(logits * scale)))
-    else:
-        return logits * scale
+from kvpress_prob.ops.weighted_decode.triton_kernel import LOG2_E, capped, logit_factors
 
 
 @triton.jit
@@ -253,15 +243,7 @@ def attention_mass_triton(
     first_row = torch.searchsorted(positions, blocks, out_int32=True)
     bias = None if column_bias is None else column_bias.float().contiguous()
     masks = [None if mask is None else mask.contiguous().view(torch.uint8) for mask in (valid, scope)]
-    log2_e = LOG2_E.value
-    shared = (
-        hq,
-        hq // hkv,
-        n,
-        t,
-        scaling * log2_e if softcap is None else 2 * scaling * log2_e / softcap,
-        1.0 if softcap is None else softcap * log2_e,
-    )
+    shared = (hq, hq // hkv, n, t, *logit_factors(scaling, softcap))
     with torch.cuda.device_of(query):
         row_lse_kernel[triton.cdiv(n, config.block_m), b * hq](
             query,

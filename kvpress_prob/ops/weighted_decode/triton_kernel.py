@@ -22,6 +22,19 @@ SEGMENTS_AT_ONCE = 256
 
 
 @triton.jit
+def capped(products, scale, cap, HAS_CAP: tl.constexpr):
+    """Base-2 logits: ``scale * products``, or ``cap * tanh(scale * products)``."""
+    x = products * scale
+    if HAS_CAP:
+        # Below 1 Lambert's continued fraction, whose sums do not cancel; from there on the exponential.
+        s = x * x
+        small = x * (135135.0 + s * (17325.0 + s * (378.0 + s))) / (135135.0 + s * (62370.0 + s * (3150.0 + s * 28.0)))
+        large = 1.0 - 2.0 / (1.0 + tl.exp2(x * (2.0 * LOG2_E)))
+        x = cap * tl.where(s < 1.0, small, large)
+    return x
+
+
+@triton.jit
 def segment_of(start_ptr, segments, slot, tile_log2, BLOCK_S: tl.constexpr):
     """Index of the last segment whose first slot, ``(start >> tile_log2) + index``, is not beyond ``slot``; -1 for
     none."""
@@ -111,10 +124,7 @@ def decode_tile_kernel(
             values_ptr + j[:, None] * DV + offs_dv[None, :], mask=inside[:, None] & (offs_dv < DV)[None, :], other=0.0
         )  # [BLOCK_N, BLOCK_DV]
         log_w = tl.load(log_w_ptr + j, mask=inside, other=float("-inf"))
-        logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale  # [BLOCK_M, BLOCK_N]
-        if HAS_CAP:
-            # tanh(x) = 1 - 2 / (1 + exp(2 x)); scale holds the factors of the exponent.
-            logits = cap * (1.0 - 2.0 / (1.0 + tl.exp2(logits)))
+        logits = capped(tl.dot(q, tl.trans(k), input_precision="ieee"), scale, cap, HAS_CAP)  # [BLOCK_M, BLOCK_N]
         logits = tl.where(j[None, :] < seen[:, None], logits + (log_w * LOG2_E)[None, :], float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
         reference = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -182,6 +192,13 @@ def merge_tiles_kernel(
     tl.store(lse_ptr + output_row, (top + tl.log2(divisor)) * LN_2)
 
 
+def logit_factors(scaling: float, softcap: float | None) -> tuple[float, float]:
+    """``scale`` and ``cap`` of ``capped``."""
+    if softcap is None:
+        return scaling * LOG2_E.value, 1.0
+    return scaling / softcap, softcap * LOG2_E.value
+
+
 def weighted_decode_triton(
     query: Tensor,
     keys: Tensor,
@@ -205,7 +222,6 @@ def weighted_decode_triton(
     partial_lse = torch.empty(slots, rows, dtype=torch.float32, device=query.device)
     output = torch.empty(b, hq, n, dv, dtype=query.dtype, device=query.device)
     lse = torch.empty(b, hq, n, dtype=torch.float32, device=query.device)
-    log2_e = LOG2_E.value
     with torch.cuda.device_of(query):
         decode_tile_kernel[slots, triton.cdiv(rows, config.block_m)](
             query,
@@ -222,8 +238,7 @@ def weighted_decode_triton(
             hq * b // segments,
             n,
             tile.bit_length() - 1,
-            scaling * log2_e if softcap is None else 2 * scaling * log2_e / softcap,
-            1.0 if softcap is None else softcap * log2_e,
+            *logit_factors(scaling, softcap),
             D=d,
             DV=dv,
             HAS_CAP=softcap is not None,
