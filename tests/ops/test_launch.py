@@ -38,6 +38,13 @@ def test_tile_sizes_are_powers_of_two_of_whole_blocks(capacity, rows, multiproce
     assert tile <= 2**20
 
 
+@pytest.mark.parametrize(("megabytes", "most"), [(13, 0.07), (30, 0.05), (500, 0.02), (2000, 0.005), (3.4, 0.14)])
+def test_bytes_of_partial_results(megabytes, most):
+    """What the note on bytes in the operation's docstring says."""
+    capacity = int(megabytes * 1e6 / 516)
+    assert tile_slots(capacity, 8, tile_of(capacity)) * 4 * 129 * 4 * 2 <= most * capacity * 516
+
+
 @pytest.mark.parametrize("capacity", [8 * 2**14, 64 * 2**14, 64 * 2**16])
 @pytest.mark.parametrize("rows", [1, 4, 16])
 def test_tiles_of_a_large_store(capacity, rows):

@@ -36,15 +36,14 @@ def capped(products, scale, cap, HAS_CAP: tl.constexpr):
 
 @triton.jit
 def segment_of(start_ptr, segments, slot, tile_log2, BLOCK_S: tl.constexpr):
-    """Index of the last segment whose first slot, ``(start >> tile_log2) + index``, is not beyond ``slot``; -1 for
-    none."""
+    """Index of the last segment whose first slot, ``(start >> tile_log2) + index``, is not beyond ``slot``, or 0."""
     before = 0
     for base in range(0, segments, BLOCK_S):
         index = base + tl.arange(0, BLOCK_S)
         start = tl.load(start_ptr + index, mask=index < segments, other=0)
         first_slot = (start >> tile_log2) + index
         before += tl.sum(((index < segments) & (first_slot <= slot)).to(tl.int32))
-    return before - 1
+    return tl.maximum(before - 1, 0)
 
 
 @triton.jit
@@ -79,13 +78,11 @@ def decode_tile_kernel(
 ):
     slot = tl.program_id(0)
     segment = segment_of(start_ptr, segments, slot, tile_log2, BLOCK_S)
-    if segment < 0:
-        return
     start = tl.load(start_ptr + segment)
     length = tl.load(length_ptr + segment)
     split = slot - (start >> tile_log2) - segment  # int64
     begin = split << tile_log2
-    if begin >= length:
+    if (begin < 0) | (begin >= length):
         return
     size = tl.minimum(length - begin, 1 << tile_log2).to(tl.int32)
 
