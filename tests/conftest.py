@@ -1,8 +1,14 @@
 """Fixtures and settings for all tests."""
 
+import os
+
 import pytest
 import torch
 from hypothesis import settings
+
+if not torch.cuda.is_available():
+    # Triton reads it when it is first imported, and importing kvpress does that.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 settings.register_profile("ci", derandomize=True, deadline=None, max_examples=50)
 settings.load_profile("ci")

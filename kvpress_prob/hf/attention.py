@@ -215,6 +215,11 @@ def _matmul(left: Tensor | RaggedLogits, right: RaggedKeysTransposed | RaggedVal
     raise TypeError(f"a compressed KV cache cannot multiply {type(left).__name__} and {type(right).__name__}")
 
 
+def _masked(mask: Tensor, logits: RaggedLogits) -> RaggedLogits:
+    """What ``logits + mask`` becomes under torch.compile, which swaps the two."""
+    return logits.__add__(mask)
+
+
 def _softmax(
     logits: RaggedLogits, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
 ) -> RaggedLogits:
@@ -241,4 +246,5 @@ _HANDLERS = {
     torch.tanh: RaggedLogits.tanh,
     F.softmax: _softmax,
     F.dropout: _dropout,
+    Tensor.add: _masked,
 }

@@ -16,6 +16,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Dynam
 
 from kvpress_prob.hf.attention import RaggedKeys, RaggedValues
 from kvpress_prob.ops import append
+from kvpress_prob.ops.library import operator
 from kvpress_prob.ragged import RaggedKV
 
 
@@ -92,46 +93,19 @@ class RaggedLayer(CacheLayerMixin):
         them. The compressed context is there for every row or for none: a mask over it that is not its own left
         padding, and anything that is not causal, is refused.
         """
-        length, t = self.get_seq_length(), self.context_length
-        if mask is None:
-            if any(self.padding):
-                raise NotImplementedError(
-                    "attention_mask must be given over a compressed KV cache with left padding, got None"
-                )
-            if self.hides:
-                self._hide(torch.zeros(self.store.batch, self.appended, dtype=torch.bool))
-            return
-        if mask.shape[-1] != length or mask.shape[-2] != n:
-            raise ValueError(
-                f"attention_mask must cover {n} new tokens and {length} entries, got {tuple(mask.shape[-2:])}"
+        store = self.store
+        if mask is not None:
+            _APPLY_MASK(
+                store.log_w, store.start, store.length, mask, n, self.padding, self.context_length, self.appended
             )
-        allowed = mask if mask.dtype == torch.bool else mask == 0
-        if not torch.equal(allowed, allowed[:, :1].expand_as(allowed)):
-            raise NotImplementedError("over a compressed KV cache, attention_mask must be the same for all heads")
-        if mask.dtype != torch.bool and (mask[~allowed] > torch.finfo(mask.dtype).min / 2).any():
+            self.hides = True
+        elif any(self.padding):
             raise NotImplementedError(
-                "over a compressed KV cache, attention_mask must hold 0 and -inf only, not a bias"
+                "attention_mask must be given over a compressed KV cache with left padding, got None"
             )
-        allowed = allowed[:, 0].expand(self.store.batch, n, length)
-        visible = allowed[:, -1]  # [b length]
-        causal = torch.ones(n, length, dtype=torch.bool, device=mask.device).tril(length - n)
-        padding = torch.tensor(self.padding, device=mask.device).unsqueeze(-1)
-        own_padding = torch.arange(t, device=mask.device) >= padding
-        if not torch.equal(visible[:, :t], own_padding) or not torch.equal(allowed, causal & visible.unsqueeze(1)):
-            raise NotImplementedError(
-                "over a compressed KV cache, attention_mask may hide left padding only (causal attention)"
-            )
-        hidden = ~visible[:, t:]
-        if self.hides or hidden.any():
-            self._hide(hidden)
-
-    def _hide(self, hidden: Tensor) -> None:
-        """Weight 0 for the hidden appended tokens [b, appended], 1 for the others."""
-        end = (self.store.start + self.store.length).unsqueeze(-1)
-        places = end - torch.arange(self.appended, 0, -1, device=end.device)
-        log_w = torch.where(hidden, -torch.inf, 0.0).repeat_interleave(self.store.kv_heads, 0)
-        self.store.log_w[places] = log_w.to(end.device)
-        self.hides = bool(hidden.any())
+        elif self.hides:
+            store.log_w[_newest(store.start, store.length, self.appended)] = 0.0
+            self.hides = False
 
     def get_seq_length(self) -> int:
         return self.context_length + self.appended
@@ -176,6 +150,58 @@ class RaggedLayer(CacheLayerMixin):
 
     def prefetch(self) -> None:
         raise NotImplementedError("a compressed cache cannot be offloaded")
+
+
+def _newest(start: Tensor, length: Tensor, n: int) -> Tensor:
+    """Places [segments, n] of every segment's newest ``n`` entries."""
+    return (start + length).unsqueeze(-1) - torch.arange(n, 0, -1, device=start.device)
+
+
+def _apply_mask(
+    log_w: Tensor,
+    start: Tensor,
+    stored: Tensor,
+    mask: Tensor,
+    n: int,
+    padding: list[int],
+    context_length: int,
+    appended: int,
+) -> None:
+    """Body of ``RaggedLayer.apply_mask``: an operator, because the host decides by what the mask holds."""
+    t, length, batch = context_length, context_length + appended, len(padding)
+    if mask.shape[-1] != length or mask.shape[-2] != n:
+        raise ValueError(f"attention_mask must cover {n} new tokens and {length} entries, got {tuple(mask.shape[-2:])}")
+    allowed = mask if mask.dtype == torch.bool else mask == 0
+    if not torch.equal(allowed, allowed[:, :1].expand_as(allowed)):
+        raise NotImplementedError("over a compressed KV cache, attention_mask must be the same for all heads")
+    if mask.dtype != torch.bool and (mask[~allowed] > torch.finfo(mask.dtype).min / 2).any():
+        raise NotImplementedError("over a compressed KV cache, attention_mask must hold 0 and -inf only, not a bias")
+    allowed = allowed[:, 0].expand(batch, n, length)
+    visible = allowed[:, -1]  # [b length]
+    causal = torch.ones(n, length, dtype=torch.bool, device=mask.device).tril(length - n)
+    own_padding = torch.arange(t, device=mask.device) >= torch.tensor(padding, device=mask.device).unsqueeze(-1)
+    if not torch.equal(visible[:, :t], own_padding) or not torch.equal(allowed, causal & visible.unsqueeze(1)):
+        raise NotImplementedError(
+            "over a compressed KV cache, attention_mask may hide left padding only (causal attention)"
+        )
+    hidden = torch.where(visible[:, t:], 0.0, -torch.inf).repeat_interleave(len(start) // batch, 0)
+    log_w[_newest(start, stored, appended)] = hidden.to(log_w.device)
+
+
+def _fake_apply_mask(
+    log_w: Tensor,
+    start: Tensor,
+    stored: Tensor,
+    mask: Tensor,
+    n: int,
+    padding: list[int],
+    context_length: int,
+    appended: int,
+) -> None:
+    pass
+
+
+_APPLY_MASK = operator("apply_mask", _apply_mask, _fake_apply_mask, mutates=("log_w",))
 
 
 def check_cache(cache: Cache | None) -> None:

@@ -115,9 +115,24 @@ class RaggedKV:
         """This store if ``n`` more entries fit behind each segment, else a copy that grew geometrically."""
         if n <= self.room:
             return self
-        lengths = self.length.tolist()
-        growth = max(int(GROWTH * sum(lengths) / len(lengths)), MIN_GROWTH)
-        return self._copy(list(range(len(lengths))), self.batch, max(n, growth))
+        # Room is put in behind every segment without asking the device for a length.
+        segments, capacity = len(self.start), len(self.log_w)
+        room = max(n, int(GROWTH * (capacity - segments * self.room) / segments), MIN_GROWTH)
+        more = room - self.room
+        device = self.start.device
+        place = torch.arange(capacity, device=device)
+        place += more * (torch.searchsorted(self.start, place, right=True) - 1).clamp(min=0)
+        with torch.inference_mode(False), torch.no_grad():
+            return RaggedKV(
+                *(
+                    old.new_empty(capacity + segments * more, *old.shape[1:]).index_copy_(0, place, old)
+                    for old in (self.keys, self.values, self.log_w)
+                ),
+                start=self.start + more * torch.arange(segments, device=device),
+                length=self.length.clone(),
+                batch=self.batch,
+                room=room,
+            )
 
     def select_rows(self, rows: list[int]) -> "RaggedKV":
         """A copy with the given batch rows, in the given order; a row may be named several times."""

@@ -14,9 +14,10 @@ def random_store(
     dtype: torch.dtype = torch.float32,
     room: int = 5,
     scale: float = 1.0,
+    device: str = "cpu",
 ) -> RaggedKV:
     """Standard-normal keys, values and log-weights; NaN in every place behind a segment's end."""
-    like_keys, like_values = torch.empty(1, d, dtype=dtype), torch.empty(1, dv or d, dtype=dtype)
+    like_keys, like_values = (torch.empty(1, width, dtype=dtype, device=device) for width in (d, dv or d))
     store = RaggedKV.empty(like_keys, like_values, lengths, batch, room)
     for buffer in (store.keys, store.values, store.log_w):
         buffer.fill_(torch.nan)
@@ -26,3 +27,10 @@ def random_store(
                 view.normal_()
             store.segment(row, head)[0].mul_(scale)
     return store
+
+
+def in_double(store: RaggedKV) -> RaggedKV:
+    """The same entries in float64."""
+    return RaggedKV(
+        store.keys.double(), store.values.double(), store.log_w, store.start, store.length, store.batch, store.room
+    )

@@ -149,6 +149,10 @@ def test_no_rows_by_entries_tensor_is_allocated():
             {"keys": torch.randn(1, 2, 5, 8)},
             "positions must be given when there are more rows than entries, got 12 rows",
         ),
+        (
+            {"impl": "triton", "statistic": "output_change", "values": torch.randn(1, 2, 12, 8)},
+            "impl='triton' has no statistic='output_change'",
+        ),
         ({"impl": "fast"}, "impl must be one of .*got 'fast'"),
     ],
 )

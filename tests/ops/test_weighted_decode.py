@@ -6,14 +6,7 @@ import pytest
 import torch
 
 from kvpress_prob.ops import weighted_decode
-from kvpress_prob.ragged import RaggedKV
-from tests.helpers.stores import random_store
-
-
-def in_double(store: RaggedKV) -> RaggedKV:
-    return RaggedKV(
-        store.keys.double(), store.values.double(), store.log_w, store.start, store.length, store.batch, store.room
-    )
+from tests.helpers.stores import in_double, random_store
 
 
 def both(query, store, **kwargs):

@@ -8,9 +8,11 @@ from torch import Tensor
 
 from kvpress_prob.ops.attention_mass.blocked import attention_mass_blocked
 from kvpress_prob.ops.attention_mass.reference import attention_mass_reference
+from kvpress_prob.ops.availability import prefer_triton, require_triton
+from kvpress_prob.ops.library import operator
 
-Impl = Literal["auto", "reference", "blocked"]
-IMPLS: tuple[Impl, ...] = ("auto", "reference", "blocked")
+Impl = Literal["auto", "reference", "blocked", "triton"]
+IMPLS: tuple[Impl, ...] = ("auto", "reference", "blocked", "triton")
 Statistic = Literal["mean", "rms", "max", "output_change"]
 STATISTICS: tuple[Statistic, ...] = ("mean", "rms", "max", "output_change")
 
@@ -58,8 +60,9 @@ def attention_mass(
     statistic : "mean", "rms", "max" or "output_change"
         ``sum_j h_j p_j(i)``, ``sqrt(sum_j h_j p_j(i)^2)``, the maximum of ``p_j(i)`` over rows with positive weight, or
         ``sum_j h_j p_j(i) / (1 - p_j(i)) |o_j - v_i|``, which needs ``values`` and has no scope.
-    impl : "auto", "reference" or "blocked"
-        "auto" takes "blocked", whose memory is linear in ``t``.
+    impl : "auto", "reference", "blocked" or "triton"
+        "auto" takes "triton" on a GPU that can run it (``ops.availability``), else "blocked"; the memory of both is
+        linear in ``t``. An explicit choice that cannot run raises. "output_change" has no Triton kernel.
 
     Returns
     -------
@@ -101,5 +104,61 @@ def attention_mass(
         raise ValueError(f"positions must have shape ({n},), got {tuple(positions.shape)}")
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")
-    function = attention_mass_reference if impl == "reference" else attention_mass_blocked
-    return function(query, keys, row_weights, positions, valid, scope, column_bias, values, scaling, softcap, statistic)
+    if impl == "triton" and statistic == "output_change":
+        raise ValueError("impl='triton' has no statistic='output_change'")
+    mass, output = _OPERATOR(
+        query, keys, row_weights, positions, valid, scope, column_bias, values, scaling, softcap, statistic, impl
+    )
+    return mass, None if values is None else output
+
+
+def _attention_mass(
+    query: Tensor,
+    keys: Tensor,
+    row_weights: Tensor,
+    positions: Tensor,
+    valid: Tensor | None,
+    scope: Tensor | None,
+    column_bias: Tensor | None,
+    values: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    statistic: str,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """The operator's body. An operator returns tensors only: without values the output is empty."""
+    arguments = (query, keys, row_weights, positions, valid, scope, column_bias, values, scaling, softcap, statistic)
+    tensors = (query, keys) if values is None else (query, keys, values)
+    if impl == "triton":
+        require_triton(*tensors)
+    if impl == "triton" or (impl == "auto" and statistic != "output_change" and prefer_triton(*tensors)):
+        from kvpress_prob.ops.attention_mass.triton_kernel import attention_mass_triton
+
+        mass, output = attention_mass_triton(*arguments)
+    elif impl == "reference":
+        mass, output = attention_mass_reference(*arguments)
+    else:
+        mass, output = attention_mass_blocked(*arguments)
+    return mass, query.new_empty(0) if output is None else output
+
+
+def _fake(
+    query: Tensor,
+    keys: Tensor,
+    row_weights: Tensor,
+    positions: Tensor,
+    valid: Tensor | None,
+    scope: Tensor | None,
+    column_bias: Tensor | None,
+    values: Tensor | None,
+    scaling: float,
+    softcap: float | None,
+    statistic: str,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    b, hq, n, _ = query.shape
+    mass = query.new_empty(b, hq, keys.shape[2], dtype=torch.promote_types(query.dtype, torch.float32))
+    return mass, query.new_empty(0) if values is None else query.new_empty(b, hq, n, values.shape[-1])
+
+
+_OPERATOR = operator("attention_mass", _attention_mass, _fake)

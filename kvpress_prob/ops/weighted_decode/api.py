@@ -2,15 +2,18 @@
 
 from typing import Literal
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from kvpress_prob.ops.availability import prefer_triton, require_triton
+from kvpress_prob.ops.library import operator
 from kvpress_prob.ops.weighted_decode import cpu
 from kvpress_prob.ops.weighted_decode.reference import weighted_decode_reference
 from kvpress_prob.ragged import RaggedKV
 
-Impl = Literal["auto", "reference", "cpu"]
-IMPLS: tuple[Impl, ...] = ("auto", "reference", "cpu")
+Impl = Literal["auto", "reference", "cpu", "triton"]
+IMPLS: tuple[Impl, ...] = ("auto", "reference", "cpu", "triton")
 
 
 def weighted_decode(
@@ -40,9 +43,10 @@ def weighted_decode(
         Logits become ``softcap * tanh(logits / softcap)`` before ``log w`` is added.
     return_lse : bool
         Return the log-sum-exp too.
-    impl : "auto", "reference" or "cpu"
-        "auto" takes "cpu" for float32, bfloat16 and float16 CPU tensors with keys and values of one width and no
-        softcap, else "reference". An explicit choice that cannot run raises.
+    impl : "auto", "reference", "cpu" or "triton"
+        "auto" takes "triton" on a GPU that can run it (``ops.availability``), "cpu" for float32, bfloat16 and float16
+        CPU tensors with keys and values of one width and no softcap, else "reference". An explicit choice that cannot
+        run raises.
 
     Returns
     -------
@@ -55,6 +59,22 @@ def weighted_decode(
     ------
     ValueError
         If shapes, dtype, device or ``impl`` do not fit.
+
+    Notes
+    -----
+    The Triton kernels on paper, for compute capability 9.0, bfloat16, ``d = dv = 128``, a group of 4, ``n = 1``:
+
+    * Bytes: an entry costs ``2 * 128 * 2 + 4 = 516`` bytes, read once for the whole group. Partial results add 0.2 to
+      7 % to stores of 13 MB and more (``launch.tile_size``), up to 13 % to smaller ones, which are cut finer so that
+      every multiprocessor has work.
+    * Occupancy: 112 registers for each of 128 threads would allow 4 blocks of threads a multiprocessor, 71.5 KiB of
+      shared memory (two blocks of 64 entries) allow 3. Each has 32 to 64 KiB on its way, so 96 KiB or more a
+      multiprocessor; 4.8 TB/s over 132 multiprocessors at a latency of 1 us need 36 KiB. Padding 4 rows to the 16 of a
+      matrix product costs 16 flop a byte, 76 Tflop/s at that bandwidth: far from the tensor cores' limit.
+    * So the main pass should run at the speed of a copy but for its ends: tiles are an eighth to a sixteenth of a
+      multiprocessor's work, three at a time, so about a tenth is lost while the last ones finish; the merge and two
+      launches add about 5 us. That makes 85 to 90 % of a copy's bandwidth for stores of 500 MB, less below. These are
+      estimates: ``python -m benchmarks.gpu`` measures.
     """
     b, hq, _, d = query.shape
     if b != store.batch or d != store.keys.shape[-1] or hq % store.kv_heads:
@@ -66,28 +86,75 @@ def weighted_decode(
         raise ValueError(
             f"query must be {store.keys.dtype} on {store.keys.device}, got {query.dtype} on {query.device}"
         )
-    obstacle = _cpu_obstacle(query, store, softcap)
+    if impl not in IMPLS:
+        raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")
+    output, lse = _OPERATOR(
+        query, store.keys, store.values, store.log_w, store.start, store.length, scaling, softcap, return_lse, impl
+    )
+    return output, lse if return_lse else None
+
+
+def _weighted_decode(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    log_w: Tensor,
+    start: Tensor,
+    length: Tensor,
+    scaling: float,
+    softcap: float | None,
+    return_lse: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    """The operator's body. An operator returns tensors only: without ``return_lse`` the second one is empty."""
+    tensors = (query, keys, values, log_w, start, length)
+    cpu_obstacle = _cpu_obstacle(query, keys, values, softcap)
     if impl == "auto":
-        impl = "reference" if obstacle else "cpu"
-    tensors = (query, store.keys, store.values, store.log_w, store.start, store.length)
-    if impl == "reference":
+        impl = "triton" if prefer_triton(keys, values) else "reference" if cpu_obstacle else "cpu"
+    if impl == "triton":
+        require_triton(keys, values)
+        from kvpress_prob.ops.weighted_decode.triton_kernel import weighted_decode_triton
+
+        output, lse = weighted_decode_triton(*tensors, scaling, softcap)
+    elif impl == "cpu":
+        if cpu_obstacle:
+            raise ValueError(f"impl='cpu' needs {cpu_obstacle}")
+        output, lse = cpu.weighted_decode_cpu(*tensors, scaling, return_lse)
+    else:
         output, lse = weighted_decode_reference(*tensors, scaling, softcap)
-        return output, lse if return_lse else None
-    if impl == "cpu":
-        if obstacle:
-            raise ValueError(f"impl='cpu' needs {obstacle}")
-        return cpu.weighted_decode_cpu(*tensors, scaling, return_lse)
-    raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")
+    return output, lse if return_lse and lse is not None else log_w.new_empty(0)
 
 
-def _cpu_obstacle(query: Tensor, store: RaggedKV, softcap: float | None) -> str | None:
+def _fake(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    log_w: Tensor,
+    start: Tensor,
+    length: Tensor,
+    scaling: float,
+    softcap: float | None,
+    return_lse: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    b, hq, n, _ = query.shape
+    output = query.new_empty(b, hq, n, values.shape[-1])
+    if not return_lse:
+        return output, log_w.new_empty(0)
+    return output, query.new_empty(b, hq, n, dtype=torch.promote_types(query.dtype, torch.float32))
+
+
+_OPERATOR = operator("weighted_decode", _weighted_decode, _fake)
+
+
+def _cpu_obstacle(query: Tensor, keys: Tensor, values: Tensor, softcap: float | None) -> str | None:
     """What keeps ``impl="cpu"`` from running, or None."""
     if query.device.type != "cpu":
         return f"CPU tensors, got {query.device}"
     if query.dtype not in cpu.DTYPES:
         return f"a dtype of {cpu.DTYPES}, got {query.dtype}"
-    if store.keys.shape[-1] != store.values.shape[-1]:
-        return f"keys and values of one width, got {store.keys.shape[-1]} and {store.values.shape[-1]}"
+    if keys.shape[-1] != values.shape[-1]:
+        return f"keys and values of one width, got {keys.shape[-1]} and {values.shape[-1]}"
     if softcap is not None:
         return f"softcap=None, got {softcap}"
     return None
