@@ -2,7 +2,7 @@
 
 from kvpress_prob.hf.cache import RaggedLayer, cache_bytes, compress_layer
 from kvpress_prob.hf.prefill import AttentionInputs, LayerPrefill, Prefill, attention_inputs, watch_prefills
-from kvpress_prob.hf.second_pass import batch_row, second_pass
+from kvpress_prob.hf.second_pass import batch_row, repeated, scratch_copy, second_pass
 
 __all__ = [
     "AttentionInputs",
@@ -13,6 +13,8 @@ __all__ = [
     "batch_row",
     "cache_bytes",
     "compress_layer",
+    "repeated",
+    "scratch_copy",
     "second_pass",
     "watch_prefills",
 ]

@@ -93,6 +93,8 @@ class Prefill:
         Position of the token after the context.
     input_ids : Int[Tensor, "b t"] or None
         None when the model was called with embeddings.
+    last_hidden_state : Float[Tensor, "b hidden"]
+        The decoder's output for the last token of the context.
     """
 
     model: PreTrainedModel
@@ -101,6 +103,7 @@ class Prefill:
     valid: Tensor
     next_position: Tensor
     input_ids: Tensor | None
+    last_hidden_state: Tensor
 
 
 class PrefillWatcher(Protocol):
@@ -298,7 +301,13 @@ class _Session(threading.local):
             return
         self._check_dense(running)
         prefill = Prefill(
-            self.model, running.cache, running.layers, running.valid, running.next_position, running.input_ids
+            self.model,
+            running.cache,
+            running.layers,
+            running.valid,
+            running.next_position,
+            running.input_ids,
+            output.last_hidden_state[:, -1],
         )
         with torch.no_grad():
             running.watcher.end(prefill)

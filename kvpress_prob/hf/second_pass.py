@@ -74,6 +74,24 @@ def batch_row(prefill: Prefill, row: int) -> Prefill:
         valid=prefill.valid[row : row + 1, padding:],
         next_position=prefill.next_position[row : row + 1],
         input_ids=None if ids is None else ids[row : row + 1, padding:],
+        last_hidden_state=prefill.last_hidden_state[row : row + 1],
+    )
+
+
+def repeated(prefill: Prefill, times: int) -> Prefill:
+    """A prefill of one batch row as a batch of equal rows; its tensors are views."""
+    cache = scratch_copy(prefill.cache)
+    for layer in cache.layers:
+        keys, values = cast(Tensor, layer.keys), cast(Tensor, layer.values)
+        layer.keys, layer.values = keys.expand(times, -1, -1, -1), values.expand(times, -1, -1, -1)
+    ids = prefill.input_ids
+    return replace(
+        prefill,
+        cache=cache,
+        valid=prefill.valid.expand(times, -1),
+        next_position=prefill.next_position.expand(times),
+        input_ids=None if ids is None else ids.expand(times, -1),
+        last_hidden_state=prefill.last_hidden_state.expand(times, -1),
     )
 
 

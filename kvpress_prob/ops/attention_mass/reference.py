@@ -47,7 +47,7 @@ def attention_mass_reference(
     if valid is not None:
         seen = seen & (valid[:, None, None, :] | (column == row))
     probability = torch.softmax(logits.masked_fill(~seen, -torch.inf), -1)
-    output = None
+    output = change = None
     if values is not None:
         repeated = values.to(wide).repeat_interleave(group, 1)
         output = probability @ repeated
@@ -65,6 +65,8 @@ def attention_mass_reference(
         mass = (weight * probability.square()).sum(2).sqrt()
     elif statistic == "max":
         mass = torch.where(weight > 0, probability, 0).amax(2)
-    else:
+    elif change is not None:
         mass = (weight * change).sum(2)
+    else:
+        raise ValueError("statistic='output_change' needs values")
     return mass, output

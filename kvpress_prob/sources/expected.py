@@ -1,0 +1,102 @@
+r"""Expected queries: a Gaussian over the queries that are still to come, in closed form and without a pass.
+
+Queries before the rotary embedding are taken to be ``N(mu, S)`` with the prefill's mean and covariance; the rotation of
+the coming positions is averaged to one matrix ``R``. A query ``q ~ N(R mu, R S R^T)`` attends to entry ``i`` in
+proportion to
+
+    E exp(s q.k_i) = exp(s R mu.k_i + s^2 k_i^T R S R^T k_i / 2)
+
+which is one row with a bias per entry (Expected Attention, https://arxiv.org/abs/2510.00636).
+"""
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpress_prob.hf import LayerPrefill
+from kvpress_prob.maths.rows import sample_rows
+from kvpress_prob.sources.rows import QueryRows
+
+
+@dataclass(frozen=True)
+class ExpectedQueries:
+    """One expected query row of the coming positions. A model's softcap is left out.
+
+    Parameters
+    ----------
+    n_future_positions : int, default=512
+        Coming positions that the rotary embedding is averaged over.
+    n_sink : int, default=4
+        First entries that are left out of the query statistics and get no attention; keep them with the press' own
+        ``n_sink``.
+    max_rows : int, optional, default=512
+        Query rows of the prefill that mean and covariance are taken over. None takes all.
+    """
+
+    n_future_positions: int = 512
+    n_sink: int = 4
+    max_rows: int | None = 512
+
+    def rows(self, layer: LayerPrefill) -> QueryRows:
+        inputs, keys = layer.inputs, layer.keys
+        b, t = keys.shape[0], keys.shape[2]
+        if layer.valid is not None:
+            raise NotImplementedError("expected queries of a padded batch: compress one context at a time")
+        if t <= self.n_sink:
+            raise ValueError(f"the context must have more than n_sink={self.n_sink} tokens, got {t}")
+        weights = torch.full((1, t), 1 / (t - self.n_sink), dtype=torch.float64, device=keys.device)
+        weights[:, : self.n_sink] = 0
+        rows = weights.squeeze(0).nonzero().squeeze(-1)
+        if self.max_rows is not None and self.max_rows < len(rows):
+            rows, _ = sample_rows(weights, self.max_rows)
+        query = _rotated_back(layer, inputs.query[:, :, rows].float(), rows)
+        mean = query.mean(2, keepdim=True)
+        centred = query - mean
+        covariance = centred.mT @ centred / len(rows)  # [b hq d d]
+        mean = self._rotated_on(layer, mean, t)
+        covariance = self._rotated_on(layer, self._rotated_on(layer, covariance, t).mT, t)
+        grouped = keys.float().unsqueeze(2)  # [b hkv 1 t d]
+        covariance = covariance.unflatten(1, (keys.shape[1], -1))
+        bias = ((grouped @ covariance) * grouped).sum(-1).flatten(1, 2) * (inputs.scaling**2 / 2)
+        return QueryRows(
+            query=mean.to(inputs.query.dtype),
+            keys=keys,
+            values=layer.values,
+            context=t,
+            weights=torch.ones(b, 1, dtype=torch.float64, device=keys.device),
+            scaling=inputs.scaling,
+            scope=torch.arange(t, device=keys.device) >= self.n_sink,
+            column_bias=bias,
+        )
+
+    def _rotated_on(self, layer: LayerPrefill, x: Tensor, t: int) -> Tensor:
+        """Apply the average rotation of the positions ``t`` to ``t + n_future_positions`` to the last axis of x."""
+        if not _rotates(layer):
+            return x
+        module: Any = layer.module
+        positions = torch.arange(t, t + self.n_future_positions, device=x.device).unsqueeze(0)
+        cos, sin = module.rotary_emb(x, positions)
+        return _rotate(layer, x, cos.mean(1, keepdim=True), sin.mean(1, keepdim=True))
+
+
+def _rotated_back(layer: LayerPrefill, query: Tensor, rows: Tensor) -> Tensor:
+    """Queries before the rotary embedding."""
+    if not _rotates(layer):
+        return query
+    cos, sin = (part[:, rows] for part in layer.kwargs["position_embeddings"])
+    # Rotations that stretch (YaRN) do so by the square root of cos^2 + sin^2, the same everywhere.
+    stretch = cos[..., :1].square() + sin[..., :1].square()
+    return _rotate(layer, query, cos / stretch, -sin / stretch)
+
+
+def _rotate(layer: LayerPrefill, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    rotate = sys.modules[type(layer.module).__module__].apply_rotary_pos_emb
+    return rotate(x, x, cos.to(x.dtype), sin.to(x.dtype))[0]
+
+
+def _rotates(layer: LayerPrefill) -> bool:
+    """False for layers without rotary embedding, as some of SmolLM3's."""
+    return layer.kwargs.get("position_embeddings") is not None and bool(getattr(layer.module, "use_rope", True))
