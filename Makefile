@@ -5,7 +5,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean models-table
+.PHONY: demo test lint clean models-table fuzz
 
 demo: $(VENV)/.ready
 	$(BIN)/kvpress-prob demo
@@ -22,6 +22,11 @@ lint: $(VENV)/.ready
 # docs/models.md lists what the tests run.
 models-table: $(VENV)/.ready
 	$(BIN)/python -m tests.helpers.models_table
+
+# Random lives of compressed caches against the oracle, for as long as asked.
+MINUTES ?= 10
+fuzz: $(VENV)/.ready
+	$(BIN)/python -m tests.helpers.machine $(MINUTES)
 
 clean:
 	rm -rf $(VENV)
