@@ -1,6 +1,7 @@
 """Probabilistic KV-cache eviction for kvpress: draw what each head keeps, evict the rest, correct attention while
 decoding."""
 
+from kvpress_prob.hf import load_compressed, save_compressed
 from kvpress_prob.presses import (
     PRESSES,
     CompressionReport,
@@ -19,5 +20,7 @@ __all__ = [
     "MinVariancePress",
     "ProbabilisticPress",
     "__version__",
+    "load_compressed",
     "make_press",
+    "save_compressed",
 ]

@@ -2,6 +2,7 @@
 
 from kvpress_prob.hf.cache import RaggedLayer, cache_bytes, compress_layer
 from kvpress_prob.hf.prefill import AttentionInputs, LayerPrefill, Prefill, attention_inputs, watch_prefills
+from kvpress_prob.hf.saving import load_compressed, read_header, save_compressed
 
 __all__ = [
     "AttentionInputs",
@@ -11,5 +12,8 @@ __all__ = [
     "attention_inputs",
     "cache_bytes",
     "compress_layer",
+    "load_compressed",
+    "read_header",
+    "save_compressed",
     "watch_prefills",
 ]

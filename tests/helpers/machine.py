@@ -7,6 +7,7 @@ that shows it, to be kept as a plain test.
 
 import argparse
 import copy
+import tempfile
 import time
 
 import torch
@@ -17,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvpress_prob import H2OPress, MinVariancePress, ProbabilisticPress
+from kvpress_prob import H2OPress, MinVariancePress, ProbabilisticPress, load_compressed, save_compressed
 from kvpress_prob.hf import RaggedLayer
 from tests.helpers.models import ARCHITECTURES, tokens
 from tests.helpers.oracle import biases_of, oracle_attention
@@ -196,6 +197,12 @@ class CompressedCacheMachine(RuleBasedStateMachine):
             got = self.model(**again, past_key_values=first).logits
             self.model(**step, past_key_values=second)
             assert torch.equal(got, self.model(**again, past_key_values=second).logits)
+
+    @rule()
+    def save_and_load(self):
+        with tempfile.NamedTemporaryFile() as file:
+            save_compressed(self.cache, file.name)
+            self.cache = load_compressed(file.name)
 
     @rule()
     def inference_mode(self):
