@@ -5,7 +5,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean models-table fuzz upstream-tests
+.PHONY: demo test lint clean models-table fuzz soak upstream-tests
 
 demo: $(VENV)/.ready
 	$(BIN)/kvpress-prob demo
@@ -27,6 +27,10 @@ models-table: $(VENV)/.ready
 MINUTES ?= 10
 fuzz: $(VENV)/.ready
 	$(BIN)/python -m tests.helpers.machine $(MINUTES)
+
+# 500 contexts and 4,000 tokens through one model: memory, objects and speed stay as they were.
+soak: $(VENV)/.ready
+	$(BIN)/python -m tests.helpers.soak
 
 # kvpress' own tests with this package's presses in their matrix; takes kvpress' sources from the package index.
 upstream-tests: $(VENV)/.ready
