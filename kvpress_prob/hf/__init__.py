@@ -2,13 +2,16 @@
 
 from kvpress_prob.hf.cache import RaggedLayer, cache_bytes, compress_layer
 from kvpress_prob.hf.prefill import AttentionInputs, LayerPrefill, Prefill, attention_inputs, watch_prefills
+from kvpress_prob.hf.resampling import DecodingBudget, ResamplingSettings
 from kvpress_prob.hf.saving import load_compressed, read_header, save_compressed
 
 __all__ = [
     "AttentionInputs",
+    "DecodingBudget",
     "LayerPrefill",
     "Prefill",
     "RaggedLayer",
+    "ResamplingSettings",
     "attention_inputs",
     "cache_bytes",
     "compress_layer",

@@ -17,6 +17,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +29,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvpress_prob.hf.cache import RaggedLayer, check_cache
+from kvpress_prob.hf.resampling import DecodingBudget, Resampler, ResamplingSettings
 from kvpress_prob.ragged import RaggedKV
 from kvpress_prob.ragged.store import INITIAL_ROOM
 
@@ -168,8 +170,14 @@ def _ragged(layer: RaggedLayer) -> tuple[dict[str, Any], dict[str, Tensor]]:
         "appended": layer.appended,
         "padding": layer.padding,
         "hides": layer.hides,
+        "spent": layer.spent,
     }
-    return described, {"keys": keys, "values": values, "log_w": log_w, "length": store.length.clone()}
+    held = {"keys": keys, "values": values, "log_w": log_w, "length": store.length.clone()}
+    if layer.resampler is not None:
+        described |= {"resampling": asdict(layer.resampler.settings), "rounds": layer.resampler.rounds}
+        if layer.resampler.queries is not None:
+            held["queries"] = layer.resampler.queries.contiguous()
+    return described, held
 
 
 def _dense(layer: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -205,6 +213,20 @@ def _check_model(path: str | os.PathLike, header: dict[str, Any], model: PreTrai
         raise ValueError(f"{path} must be a cache of this model, got a cache of another model")
 
 
+def _compressed_layer(file: Any, index: int, described: dict[str, Any], store: RaggedKV) -> RaggedLayer:
+    layer = RaggedLayer(store, described["context_length"], described["padding"])
+    layer.appended, layer.hides, layer.spent = described["appended"], described["hides"], described["spent"]
+    if "resampling" in described:
+        settings = described["resampling"]
+        settings = ResamplingSettings(**settings | {"budget": DecodingBudget(**settings["budget"])})
+        layer.resampler = Resampler(settings, store)
+        layer.resampler.rounds = described["rounds"]
+        layer.resampler.count(store, layer.appended)
+        if f"{index}.queries" in set(file.keys()):
+            layer.resampler.queries = file.get_tensor(f"{index}.queries")
+    return layer
+
+
 def _layer(file: Any, index: int, described: dict[str, Any]) -> RaggedLayer | DynamicLayer:
     keys, values = file.get_tensor(f"{index}.keys"), file.get_tensor(f"{index}.values")
     if described["kind"] == "compressed":
@@ -218,9 +240,7 @@ def _layer(file: Any, index: int, described: dict[str, Any]) -> RaggedLayer | Dy
             source, target = slice(begin, begin + length), slice(start, start + length)
             store.keys[target], store.values[target], store.log_w[target] = keys[source], values[source], log_w[source]
             begin += length
-        layer = RaggedLayer(store, described["context_length"], described["padding"])
-        layer.appended, layer.hides = described["appended"], described["hides"]
-        return layer
+        return _compressed_layer(file, index, described, store)
     sliding = described["kind"] == "sliding"
     layer = DynamicSlidingWindowLayer(described["sliding_window"]) if sliding else DynamicLayer()
     layer.lazy_initialization(keys, values)
