@@ -5,7 +5,7 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean models-table
+.PHONY: demo test lint clean models-table fuzz soak upstream-tests
 
 demo: $(VENV)/.ready
 	$(BIN)/kvpress-prob demo
@@ -22,6 +22,19 @@ lint: $(VENV)/.ready
 # docs/models.md lists what the tests run.
 models-table: $(VENV)/.ready
 	$(BIN)/python -m tests.helpers.models_table
+
+# Random lives of compressed caches against the oracle, for as long as asked.
+MINUTES ?= 10
+fuzz: $(VENV)/.ready
+	$(BIN)/python -m tests.helpers.machine $(MINUTES)
+
+# 500 contexts and 4,000 tokens through one model: memory, objects and speed stay as they were.
+soak: $(VENV)/.ready
+	$(BIN)/python -m tests.helpers.soak
+
+# kvpress' own tests with this package's presses in their matrix; takes kvpress' sources from the package index.
+upstream-tests: $(VENV)/.ready
+	$(BIN)/python tests/upstream/run.py
 
 clean:
 	rm -rf $(VENV)

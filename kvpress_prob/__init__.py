@@ -1,6 +1,7 @@
 """Probabilistic KV-cache eviction for kvpress: draw what each head keeps, evict the rest, correct attention while
 decoding."""
 
+from kvpress_prob.hf import DecodingBudget, load_compressed, save_compressed
 from kvpress_prob.presses import (
     PRESSES,
     CompressionReport,
@@ -15,9 +16,12 @@ __version__ = "0.1.0"
 __all__ = [
     "PRESSES",
     "CompressionReport",
+    "DecodingBudget",
     "H2OPress",
     "MinVariancePress",
     "ProbabilisticPress",
     "__version__",
+    "load_compressed",
     "make_press",
+    "save_compressed",
 ]

@@ -72,7 +72,7 @@ def test_sampling_is_reproducible_and_may_return_several_sequences(model):
     assert torch.equal(press.report.kept[:, 0], press.report.kept[:, 1])
 
 
-@pytest.mark.parametrize("beams", [2, 3])
+@pytest.mark.parametrize("beams", [3, 4])
 def test_beam_search_equals_the_oracle(model, beams):
     """Scenario S20: beams reorder the cache at every step."""
     ids, question = context_and_question()
@@ -80,11 +80,13 @@ def test_beam_search_equals_the_oracle(model, beams):
     biases = biases_of(cache, full)
     cache.batch_repeat_interleave(beams)
     full.batch_repeat_interleave(beams)
-    text, settings = torch.cat([ids, question], 1), GREEDY | {"num_beams": beams, "num_return_sequences": beams}
+    text = torch.cat([ids, question], 1)
+    settings = GREEDY | {"num_beams": beams, "num_return_sequences": beams, "return_dict_in_generate": True}
     got = model.generate(text, past_key_values=cache, **settings)
+    assert any(len(set(indices.tolist())) > 1 for indices in got.beam_indices), "no beam was reordered"
     with oracle_attention(model, {index: bias.expand(beams, -1, -1) for index, bias in biases.items()}):
         want = model.generate(text, past_key_values=full, **settings)
-    assert torch.equal(got, want)
+    assert torch.equal(got.sequences, want.sequences)
 
 
 def test_beam_search_inside_the_block(model):
@@ -138,6 +140,23 @@ def test_a_left_padded_batch(model):
         with press_of()(model):
             alone = model.generate(ids[row : row + 1, 20 - length :], **GREEDY)
         assert torch.equal(together[row, 20:], alone[0, length:])
+
+
+def test_extra_left_padding_changes_nothing(model):
+    padded = torch.nn.functional.pad(tokens(20), (12, 0))
+    with press_of()(model):
+        want = model.generate(tokens(20), **GREEDY)
+        got = model.generate(padded, attention_mask=(padded != 0).long(), **GREEDY)
+    assert torch.equal(got[:, 32:], want[:, 20:])
+
+
+def test_copies_of_one_context_serve_several_prompts(model):
+    ids, context = tokens(60), compress(model, tokens(60), press_of())
+    for seed in (1, 2, 1):
+        question = tokens(5, seed=seed)
+        got = model.generate(torch.cat([ids, question], 1), past_key_values=copy.deepcopy(context), **GREEDY)
+        assert torch.equal(got[:, 65:], greedy(model, compress(model, ids, press_of()), question, 8))
+    assert context.get_seq_length() == 60
 
 
 def test_embeddings(model):

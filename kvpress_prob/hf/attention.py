@@ -190,7 +190,9 @@ class RaggedLogits(_Dispatch):
 def decode(layer: RaggedLayer, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
     """Attention output [b, hq, n, dv] of the newest ``n`` tokens over the layer."""
     layer.apply_mask(mask, query.shape[2])
-    return weighted_decode(query, layer.store, scaling=scaling, softcap=softcap)[0]
+    output = weighted_decode(query, layer.store, scaling=scaling, softcap=softcap)[0]
+    layer.attended(query, scaling, softcap)
+    return output
 
 
 def _scaled_dot_product_attention(

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvpress_prob.hf.attention import RaggedKeys, RaggedValues
+from kvpress_prob.hf.resampling import Resampler, ResamplingSettings
 from kvpress_prob.ops import append
 from kvpress_prob.ops.library import operator
 from kvpress_prob.ragged import RaggedKV
@@ -31,6 +32,8 @@ class RaggedLayer(CacheLayerMixin):
         Tokens of the context before eviction, left padding included.
     padding : list of int
         Left padding of each batch row.
+    resampling : ResamplingSettings, optional
+        Budget for decoding. Each time it is exceeded, all but the newest appended tokens become part of the context.
     """
 
     is_compileable = False
@@ -39,12 +42,20 @@ class RaggedLayer(CacheLayerMixin):
 
     # The base class' __init__ only sets `keys`, `values` and `is_initialized`, which are properties and a constant
     # here.
-    def __init__(self, store: RaggedKV, context_length: int, padding: list[int]):
+    def __init__(
+        self,
+        store: RaggedKV,
+        context_length: int,
+        padding: list[int],
+        resampling: ResamplingSettings | None = None,
+    ):
         self.store = store
         self.context_length = context_length
         self.padding = padding
         self.appended = 0
         self.hides = False
+        self.resampler = None if resampling is None else Resampler(resampling, store)
+        self.spent = False
 
     def __repr__(self) -> str:
         stored = int(self.store.length.sum())
@@ -68,17 +79,29 @@ class RaggedLayer(CacheLayerMixin):
         self._assign(first)
 
     def _assign(self, first: RaggedKeys | RaggedValues) -> None:
-        """``layer.keys = layer.keys[:, :, :n]`` crops to ``n`` tokens; nothing else can be assigned."""
+        """``layer.keys = layer.keys[:, :, :n]`` crops to ``n`` tokens; nothing else can be assigned.
+
+        kvpress' pipeline drops every answer this way, the last one too. After a resampling the context cannot be had
+        back, so the layer is spent: the next forward pass over it raises.
+        """
         if not isinstance(first, RaggedKeys | RaggedValues) or first.layer is not self:
             raise TypeError(
                 f"a compressed cache layer can be set to layer.keys[:, :, :n] only, got {type(first).__name__}"
             )
-        self.crop(first.length)
+        if self.resampler is not None and any(self.resampler.rounds) and first.length < self.context_length:
+            self.spent = True
+        else:
+            self.crop(first.length)
 
     def update(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, key_states: Tensor, value_states: Tensor, cache_kwargs: dict[str, Any] | None = None
     ) -> tuple[RaggedKeys, RaggedValues]:
         """Append new tokens in place; returns what ``hf.attention`` reads."""
+        if self.spent:
+            raise NotImplementedError(
+                "this cache was sampled again while decoding, so its context cannot answer another question: "
+                "compress the context again, or use a larger DecodingBudget"
+            )
         n = key_states.shape[2]
         self.store = self.store.with_room(n)
         append(self.store, key_states, value_states)
@@ -95,6 +118,10 @@ class RaggedLayer(CacheLayerMixin):
         """
         store = self.store
         if mask is not None:
+            if self.resampler is not None and not _shows_all(mask[..., -1, self.context_length :]):
+                raise NotImplementedError(
+                    "with a DecodingBudget, attention_mask may hide padding before the context only"
+                )
             _APPLY_MASK(
                 store.log_w, store.start, store.length, mask, n, self.padding, self.context_length, self.appended
             )
@@ -106,6 +133,18 @@ class RaggedLayer(CacheLayerMixin):
         elif self.hides:
             store.log_w[_newest(store.start, store.length, self.appended)] = 0.0
             self.hides = False
+
+    def attended(self, query: Tensor, scaling: float, softcap: float | None) -> None:
+        """Called after every forward pass with the queries [b, hq, n, d] of its tokens: keeps to the budget."""
+        if self.resampler is None:
+            return
+        self.resampler.remember(query, self.appended)
+        rows = self.resampler.exceeded(self.appended, self.store.kv_heads)
+        if rows:
+            self.store = self.resampler.sample(self.store, rows, scaling, softcap)
+            whole = cast(Tensor, self.resampler.queries).shape[2]
+            self.context_length += self.appended - whole
+            self.appended = whole
 
     def get_seq_length(self) -> int:
         return self.context_length + self.appended
@@ -127,11 +166,15 @@ class RaggedLayer(CacheLayerMixin):
         drop = max(length - max_length, 0)
         self.store.truncate(drop)
         self.appended -= drop
+        if self.resampler is not None:
+            self.resampler.forget(drop)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         rows = torch.arange(self.store.batch)[indices.cpu()].tolist()
         self.store = self.store.select_rows(rows)
         self.padding = [self.padding[row] for row in rows]
+        if self.resampler is not None:
+            self.resampler.select_rows(rows)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
@@ -155,6 +198,10 @@ class RaggedLayer(CacheLayerMixin):
 def _newest(start: Tensor, length: Tensor, n: int) -> Tensor:
     """Places [segments, n] of every segment's newest ``n`` entries."""
     return (start + length).unsqueeze(-1) - torch.arange(n, 0, -1, device=start.device)
+
+
+def _shows_all(mask: Tensor) -> bool:
+    return bool(mask.all() if mask.dtype == torch.bool else (mask == 0).all())
 
 
 def _apply_mask(
@@ -218,7 +265,14 @@ def check_cache(cache: Cache | None) -> None:
         raise TypeError(f"past_key_values must be a DynamicCache that is not offloaded, got {kind}")
 
 
-def compress_layer(cache: Cache, layer_idx: int, kept: Tensor, log_w: Tensor, padding: list[int]) -> None:
+def compress_layer(
+    cache: Cache,
+    layer_idx: int,
+    kept: Tensor,
+    log_w: Tensor,
+    padding: list[int],
+    resampling: ResamplingSettings | None = None,
+) -> None:
     """Replace a dense layer by its kept entries; the dense tensors are released before the next layer is packed.
 
     Parameters
@@ -230,11 +284,13 @@ def compress_layer(cache: Cache, layer_idx: int, kept: Tensor, log_w: Tensor, pa
     log_w : Float[Tensor, "b hkv t"]
     padding : list of int
         Left padding of each batch row.
+    resampling : ResamplingSettings, optional
+        Budget for decoding.
     """
     dense = cache.layers[layer_idx]
     keys, values = cast(Tensor, dense.keys), cast(Tensor, dense.values)
     store = RaggedKV.pack(keys, values, kept, log_w)
-    cache.layers[layer_idx] = RaggedLayer(store, keys.shape[2], padding)
+    cache.layers[layer_idx] = RaggedLayer(store, keys.shape[2], padding, resampling)
     dense.keys = dense.values = None
 
 
@@ -246,6 +302,8 @@ def cache_bytes(cache: Cache) -> int:
         if isinstance(layer, RaggedLayer):
             store = layer.store
             tensors = [store.keys, store.values, store.log_w, store.start, store.length]
+            if layer.resampler is not None and layer.resampler.queries is not None:
+                tensors.append(layer.resampler.queries)
         else:
             tensors = [value for value in vars(layer).values() if isinstance(value, Tensor)]
         for tensor in tensors:

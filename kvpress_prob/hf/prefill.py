@@ -446,9 +446,12 @@ def attention_inputs(module: Any, hidden_states: Tensor, kwargs: dict[str, Any])
     """
     if "attention_inputs" in kwargs:
         return kwargs["attention_inputs"]
+    cos, sin = kwargs["position_embeddings"]
+    positions, tokens = cos.shape[1], hidden_states.shape[1]
+    if positions not in (1, tokens):  # one while decoding: recent queries are asked again at the newest position
+        raise ValueError(f"position_embeddings must cover the {tokens} tokens of hidden_states, got {positions}")
     query = get_prerope_query_states(module, hidden_states)
     rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
-    cos, sin = kwargs["position_embeddings"]
-    return AttentionInputs(
-        rotate(query, query, cos, sin)[0], module.scaling, getattr(module, "attn_logit_softcapping", None)
-    )
+    # transformers' sdpa attention ignores a model's softcap.
+    softcap = getattr(module, "attn_logit_softcapping", None) if "eager" in module.config._attn_implementation else None
+    return AttentionInputs(rotate(query, query, cos, sin)[0], module.scaling, softcap)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from kvpress_prob.hf import LayerPrefill, Prefill, cache_bytes, compress_layer
+from kvpress_prob.hf import LayerPrefill, Prefill, ResamplingSettings, cache_bytes, compress_layer
 from kvpress_prob.maths.draw import Draw, draw, groups_of
 from kvpress_prob.maths.importance import effective_sample_size
 from kvpress_prob.maths.proposals import proposal_weights, take_all_stratum
@@ -87,13 +87,15 @@ class Compression:
             warnings.warn(f"every layer of {name} has a sliding window: nothing is evicted", stacklevel=2)
         if compression_ratio == 0 or not prefill.layers:
             kept, effective, draws = _everything(prefill, lengths), None, None
+            if self.press.decoding is not None:
+                self._pack_everything(prefill, lengths, seed)
         else:
             rows = []
             for row, length in enumerate(lengths):
                 # Every batch row starts from the same seed, so it is drawn as it would be alone.
                 generator.manual_seed(seed)
                 rows.append(self._draw_row(row, length, compression_ratio, generator))
-            self._pack_layers(prefill, rows, lengths)
+            self._pack_layers(prefill, rows, lengths, seed)
             kv_heads = self.weights[0].shape[1]
             kept = _by_layer([row.kept.sum(-1) for row in rows], kv_heads)
             effective = _by_layer([effective_sample_size(row.log_w, row.kept) for row in rows], kv_heads)
@@ -132,7 +134,7 @@ class Compression:
             generator=generator,
         )
 
-    def _pack_layers(self, prefill: Prefill, rows: list[Draw], lengths: list[int]) -> None:
+    def _pack_layers(self, prefill: Prefill, rows: list[Draw], lengths: list[int], seed: int) -> None:
         """Pack layer after layer, so that at most one layer is held twice."""
         t = prefill.valid.shape[1]
         padding = [t - length for length in lengths]
@@ -144,7 +146,31 @@ class Compression:
             for row, (pad, result) in enumerate(zip(padding, rows, strict=True)):
                 kept[row, :, pad:] = result.kept[heads]
                 log_w[row, :, pad:] = result.log_w[heads]
-            compress_layer(prefill.cache, layer, kept, log_w, padding)
+            compress_layer(prefill.cache, layer, kept, log_w, padding, self._resampling(layer, seed))
+
+    def _pack_everything(self, prefill: Prefill, lengths: list[int], seed: int) -> None:
+        """Nothing is evicted yet, but decoding has a budget."""
+        padding = [prefill.valid.shape[1] - length for length in lengths]
+        for layer in prefill.layers:
+            keys = cast(Tensor, prefill.cache.layers[layer].keys)
+            kept = prefill.valid.unsqueeze(1).expand(keys.shape[:3])
+            log_w = torch.zeros(keys.shape[:3], device=keys.device)
+            compress_layer(prefill.cache, layer, kept, log_w, padding, self._resampling(layer, seed))
+
+    def _resampling(self, layer: int, seed: int) -> ResamplingSettings | None:
+        press = self.press
+        if press.decoding is None:
+            return None
+        return ResamplingSettings(
+            press.decoding,
+            press.sampler,
+            press.correction,
+            press.temperature,
+            press.uniform_mix,
+            press.n_sink,
+            seed,
+            layer,
+        )
 
 
 def _by_layer(per_row: list[Tensor], kv_heads: int) -> Tensor:

@@ -55,5 +55,6 @@ class H2OPress(ScorerPress):
         mass = observed_mass(module, hidden_states, keys, kwargs, self.prior, self.max_rows)
         scores = accumulated_attention_proposal(mass, keys.shape[1])
         if self.average:
-            scores = scores / torch.arange(keys.shape[2], 0, -1, device=scores.device)
+            rows = torch.arange(keys.shape[2], 0, -1, device=scores.device).clamp(max=hidden_states.shape[1])
+            scores = scores / rows
         return scores

@@ -12,20 +12,23 @@ from kvpress_prob.ops import attention_mass
 def observed_mass(
     module: nn.Module, hidden_states: Tensor, keys: Tensor, kwargs: dict, prior: Prior, max_rows: int | None
 ) -> Tensor:
-    """``sum_j h_j p_j(i)`` [b, hq, t] over the prefill's query rows, or over ``max_rows`` of them with matching
-    weights."""
+    """``sum_j h_j p_j(i)`` [b, hq, t] over the query rows, or over ``max_rows`` of them with matching weights.
+
+    The rows are the newest of the ``t`` entries: all of a prefill's, fewer when a kvpress press scores while decoding.
+    """
     inputs = attention_inputs(module, hidden_states, kwargs)
-    b, t = keys.shape[0], keys.shape[2]
+    b, t, n = keys.shape[0], keys.shape[2], inputs.query.shape[2]
     valid = kwargs.get("valid")
-    weights = row_prior(prior, torch.ones(b, t, dtype=torch.bool, device=keys.device) if valid is None else valid)
-    if max_rows is not None and max_rows < t:
+    seen = torch.ones(b, t, dtype=torch.bool, device=keys.device) if valid is None else valid
+    weights = row_prior(prior, seen[:, t - n :])
+    if max_rows is not None and max_rows < n:
         rows, weights = sample_rows(weights, max_rows)
     else:
         rows = weights.any(0).nonzero().squeeze(-1)
         weights = weights[:, rows]
-    query = inputs.query if len(rows) == t else inputs.query[:, :, rows]
+    query = inputs.query if len(rows) == n else inputs.query[:, :, rows]
     mass, _ = attention_mass(
-        query, keys, weights, scaling=inputs.scaling, softcap=inputs.softcap, positions=rows, valid=valid
+        query, keys, weights, scaling=inputs.scaling, softcap=inputs.softcap, positions=rows + t - n, valid=valid
     )
     return mass
 

@@ -8,7 +8,7 @@ from kvpress import BasePress, ScorerPress
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvpress_prob.hf import watch_prefills
+from kvpress_prob.hf import DecodingBudget, watch_prefills
 from kvpress_prob.maths.draw import ALLOCATIONS, BUDGET_WEIGHTINGS, SAMPLERS, Allocation, BudgetWeighting, Sampler
 from kvpress_prob.maths.importance import CORRECTIONS, Correction
 from kvpress_prob.maths.proposals import check_temperature
@@ -59,6 +59,9 @@ class ProbabilisticPress(BasePress):
     seed : int, optional, default=None
         Seed of the draw. None takes a fresh one from the operating system each time (see ``report.seed``); the global
         random state is never touched. Every batch row uses the same seed, so it is compressed as it would be alone.
+    decoding : DecodingBudget, optional, default=None
+        Bound the cache while decoding: layers that grow past the budget are sampled again, with this press' sampler,
+        correction, temperature, uniform mix and sinks. None keeps every token that is appended.
 
     Attributes
     ----------
@@ -78,6 +81,7 @@ class ProbabilisticPress(BasePress):
     n_sink: int = 0
     n_recent: int = 0
     seed: int | None = None
+    decoding: DecodingBudget | None = None
     report: CompressionReport | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -106,6 +110,15 @@ class ProbabilisticPress(BasePress):
                 raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
         if self.seed is not None and not isinstance(self.seed, int):
             raise ValueError(f"seed must be None or an integer, got {self.seed!r}")
+        if self.decoding is not None:
+            if not isinstance(self.decoding, DecodingBudget):
+                raise TypeError(f"decoding must be None or a DecodingBudget, got {type(self.decoding).__name__}")
+            certain = self.decoding.interval + self.decoding.queries + self.n_sink
+            if self.decoding.max_entries <= certain:
+                raise ValueError(
+                    f"decoding.max_entries must be more than interval + queries + n_sink = {certain}, "
+                    f"got {self.decoding.max_entries}"
+                )
 
     def post_init_from_model(self, model: PreTrainedModel) -> None:
         self.press.post_init_from_model(model)

@@ -144,6 +144,17 @@ class RaggedKV:
         self.length.sub_(n)
         self.room += n
 
+    def aligned(
+        self,
+    ) -> tuple[Float[Tensor, "s t d"], Float[Tensor, "s t dv"], Float32[Tensor, "s t"], Bool[Tensor, "s t"]]:
+        """Dense copies of keys, values and log-weights, every segment ending at the last of ``t`` places, and which
+        places hold an entry; ``t`` is the longest segment's length. Other places hold whatever, with log-weight 0."""
+        t = int(self.length.max())
+        place = torch.arange(-t, 0, device=self.start.device) + (self.start + self.length).unsqueeze(-1)  # [s t]
+        valid = place >= self.start.unsqueeze(-1)
+        place = torch.where(valid, place, self.start.unsqueeze(-1))
+        return self.keys[place], self.values[place], torch.where(valid, self.log_w[place], 0), valid
+
     def segment(self, row: int, head: int) -> tuple[Tensor, Tensor, Tensor]:
         """Views of one segment's keys [n, d], values [n, dv] and log-weights [n]."""
         index = row * self.kv_heads + head

@@ -77,7 +77,7 @@ def biases_of(compressed: DynamicCache, dense: DynamicCache) -> dict[int, Tensor
             for head in range(keys.shape[1]):
                 k, v, log_w = layer.store.segment(row, head)
                 kept = len(k) - layer.appended
-                place = -1
+                place = layer.padding[row] - 1
                 for i in range(kept):
                     # Entries are stored in position order, so equal keys cannot be confused.
                     match = (keys[row, head, place + 1 : t] == k[i]).all(-1).nonzero()

@@ -3,7 +3,7 @@ wrappers."""
 
 import pytest
 import torch
-from kvpress import AdaKVPress, ObservedAttentionPress
+from kvpress import AdaKVPress, DecodingPress, ObservedAttentionPress
 from transformers import DynamicCache
 
 from kvpress_prob import H2OPress, MinVariancePress, ProbabilisticPress
@@ -81,6 +81,46 @@ def test_max_rows_reads_fewer_rows_and_all_of_them_when_it_can():
         assert torch.equal(a, b)
         assert not torch.equal(a, c)
         assert (a - c).abs().sum(-1).max() < 0.35  # total variation x 2
+
+
+@pytest.mark.parametrize("scorer", [MinVariancePress, H2OPress])
+@pytest.mark.parametrize("max_rows", [None, 3])
+def test_work_while_decoding(scorer, max_rows):
+    """kvpress' DecodingPress scores all entries by the few newest queries."""
+    model, cache = tiny_llama(), DynamicCache()
+    press = DecodingPress(scorer(max_rows=max_rows), compression_interval=8, target_size=20)
+    with press(model):
+        model(tokens(40), past_key_values=cache)
+        for step in range(20):
+            model(tokens(1, seed=step), past_key_values=cache)
+    assert cache.layers[0].keys.shape[2] < 20 + 8
+
+
+def test_few_query_rows_are_the_newest():
+    """With the prior on the newest row alone, ten rows say what all rows say."""
+    scorer, calls = MinVariancePress(prior="last", compression_ratio=0.5), []
+    original = scorer.score
+    scorer.score = lambda *args: calls.append(args) or original(*args)
+    model = tiny_llama()
+    with scorer(model):
+        model(tokens(50), past_key_values=DynamicCache())
+    module, hidden, keys, values, attentions, kwargs = calls[0]
+    newest = tuple(part[:, -10:] for part in kwargs["position_embeddings"])
+    few = original(module, hidden[:, -10:], keys, values, attentions, kwargs | {"position_embeddings": newest})
+    torch.testing.assert_close(few, original(*calls[0]))
+    with pytest.raises(ValueError, match="position_embeddings must cover the 10 tokens of hidden_states, got 50"):
+        original(module, hidden[:, -10:], keys, values, attentions, kwargs)
+
+
+def test_rows_that_see_an_entry_are_counted_among_the_few():
+    scorer = H2OPress(average=True, compression_ratio=0.5)
+    model, module = tiny_llama(), tiny_llama().model.layers[0].self_attn
+    hidden, keys = torch.randn(1, 4, 64), torch.randn(1, 2, 12, 16)
+    positions = model.model.rotary_emb(hidden, torch.arange(8, 12)[None])
+    plain = H2OPress().score(module, hidden, keys, keys, None, {"position_embeddings": positions})
+    rows = torch.tensor([4.0] * 9 + [3, 2, 1])
+    average = scorer.score(module, hidden, keys, keys, None, {"position_embeddings": positions})
+    torch.testing.assert_close(average, plain / rows)
 
 
 @pytest.mark.parametrize("scorer", [MinVariancePress, H2OPress])

@@ -60,7 +60,7 @@ def attention_mass_blocked(
         if softcap is not None:
             logits.div_(softcap).tanh_().mul_(softcap)
         if column_bias is not None:
-            logits.add_(column_bias.to(wide).view(b * hq, 1, t)[..., :end])
+            logits.add_(column_bias.to(wide).reshape(b * hq, 1, t)[..., :end])
         position = positions[rows].unsqueeze(-1)
         first = ends[begin]
         if first < end:

@@ -1,0 +1,177 @@
+"""Decode-time eviction: a layer that grew past its budget is sampled again (``maths.resampling``)."""
+
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvpress_prob.maths.draw import Sampler
+from kvpress_prob.maths.importance import Correction
+from kvpress_prob.maths.proposals import min_variance_proposal, proposal_weights
+from kvpress_prob.maths.resampling import resample
+from kvpress_prob.ops import attention_mass
+from kvpress_prob.ragged import RaggedKV
+
+
+@dataclass(frozen=True)
+class DecodingBudget:
+    """
+    How much a compressed cache may hold while it is decoded from.
+
+    Whenever a layer holds more than ``max_entries`` per KV head at the end of a forward pass, it is sampled again down
+    to ``max_entries - interval``: entries, evicted with the probabilities and weighted with the rules of the press, by
+    what the most recent queries attend to. Those queries' own entries are kept for certain.
+
+    Parameters
+    ----------
+    max_entries : int
+        Mean number of entries per KV head of a layer; the heads of a layer share their total.
+    interval : int, default=64
+        Number of tokens that fit between two samplings. Sampling more often costs time and accuracy.
+    queries : int, default=32
+        Number of most recent queries that proposals are made from.
+    """
+
+    max_entries: int
+    interval: int = 64
+    queries: int = 32
+
+    def __post_init__(self):
+        for name, value in (
+            ("max_entries", self.max_entries),
+            ("interval", self.interval),
+            ("queries", self.queries),
+        ):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+        if self.max_entries <= self.interval + self.queries:
+            raise ValueError(
+                f"max_entries must be more than interval + queries = {self.interval + self.queries}, "
+                f"got {self.max_entries}"
+            )
+
+
+@dataclass(frozen=True)
+class ResamplingSettings:
+    """A layer's budget and how it is met.
+
+    Attributes
+    ----------
+    budget : DecodingBudget
+    sampler, correction, temperature, uniform_mix
+        As in ``ProbabilisticPress``.
+    n_sink : int
+        First entries of every head that are always kept.
+    seed : int
+        The press' seed; layers and rounds draw from streams of their own.
+    layer : int
+        Index of the layer.
+    """
+
+    budget: DecodingBudget
+    sampler: Sampler
+    correction: Correction
+    temperature: float
+    uniform_mix: float
+    n_sink: int
+    seed: int
+    layer: int
+
+
+class Resampler:
+    """What a layer with a budget knows besides its store.
+
+    Parameters
+    ----------
+    settings : ResamplingSettings
+    store : RaggedKV
+        The layer's store.
+
+    Attributes
+    ----------
+    rounds : list of int
+        How often each batch row was sampled again.
+    held : list of int
+        Entries that each batch row stores besides the layer's appended ones.
+    queries : Float[Tensor, "b hq n d"] or None
+        The most recent queries; their entries are the newest ``n`` of every segment.
+    """
+
+    def __init__(self, settings: ResamplingSettings, store: RaggedKV):
+        self.settings = settings
+        self.rounds = [0] * store.batch
+        self.queries: Tensor | None = None
+        self.count(store, 0)
+
+    def count(self, store: RaggedKV, appended: int) -> None:
+        """Set ``held``; asks the device."""
+        stored = store.length.view(store.batch, -1).sum(-1).tolist()
+        self.held = [count - appended * store.kv_heads for count in stored]
+
+    def remember(self, query: Tensor, appended: int) -> None:
+        """Take over the queries of the newest tokens, of which ``appended`` are whole."""
+        recent = query if self.queries is None else torch.cat([self.queries, query], 2)
+        self.queries = recent[:, :, -min(self.settings.budget.queries, appended) :].detach().clone()
+
+    def forget(self, n: int) -> None:
+        """The newest ``n`` tokens were cropped."""
+        if self.queries is not None and n:
+            self.queries = self.queries[:, :, :-n] if n < self.queries.shape[2] else None
+
+    def select_rows(self, rows: list[int]) -> None:
+        self.rounds = [self.rounds[row] for row in rows]
+        self.held = [self.held[row] for row in rows]
+        self.queries = None if self.queries is None else self.queries[rows]
+
+    def exceeded(self, appended: int, kv_heads: int) -> list[int]:
+        """Batch rows that hold more than the budget. Nothing is asked of the device."""
+        limit = (self.settings.budget.max_entries - appended) * kv_heads
+        return [row for row, count in enumerate(self.held) if count > limit]
+
+    def sample(self, store: RaggedKV, rows: list[int], scaling: float, softcap: float | None) -> RaggedKV:
+        """The store with the given batch rows sampled again; the others keep what they have.
+
+        ``scaling`` and ``softcap`` as in ``weighted_decode``.
+        """
+        settings, query = self.settings, cast(Tensor, self.queries)
+        keys, values, log_w, valid = store.aligned()  # [s t d], [s t dv], [s t], [s t]
+        segments, t = valid.shape
+        n, heads = query.shape[2], store.kv_heads
+        mass, _ = attention_mass(
+            query.reshape(segments, -1, n, query.shape[-1]),
+            keys.unsqueeze(1),
+            query.new_full((segments, n), 1 / n, dtype=torch.float64),
+            scaling=scaling,
+            softcap=softcap,
+            valid=valid,
+            column_bias=log_w.unsqueeze(1).expand(-1, query.shape[1] // heads, -1),
+        )
+        scores = min_variance_proposal(mass, values.unsqueeze(1), centered=True).squeeze(1)  # [s t]
+        age = torch.arange(t, 0, -1, device=valid.device)
+        take_all = valid & ((valid.cumsum(-1) <= settings.n_sink) | (age <= n))
+        drawable = valid & ~take_all
+        weights = proposal_weights(scores, drawable, uniform_mix=settings.uniform_mix, name="recent attention")
+        kept = valid.clone()
+        for row in rows:
+            these = slice(row * heads, (row + 1) * heads)
+            kept[these], log_w[these] = resample(
+                log_w[these],
+                weights[these],
+                take_all[these],
+                keep=settings.budget.max_entries - settings.budget.interval,
+                sampler=settings.sampler,
+                correction=settings.correction,
+                temperature=settings.temperature,
+                generator=self._generator(self.rounds[row]),
+            )
+            self.rounds[row] += 1
+        keys, values, kept, log_w = (it.unflatten(0, (store.batch, heads)) for it in (keys, values, kept, log_w))
+        sampled = RaggedKV.pack(keys, values, kept, log_w, room=settings.budget.interval)
+        self.count(sampled, n)
+        return sampled
+
+    def _generator(self, round_: int) -> torch.Generator:
+        stream = np.random.SeedSequence([self.settings.seed % 2**64, self.settings.layer, round_])
+        return torch.Generator().manual_seed(int(stream.generate_state(1, np.uint64)[0] >> 1))

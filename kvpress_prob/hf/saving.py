@@ -1,0 +1,250 @@
+"""Keeping a compressed cache: ``save_compressed`` and ``load_compressed``. Compress once, serve many.
+
+A file is in safetensors format: raw tensors and a JSON header, so loading runs no code. Of a compressed layer it holds
+the stored entries without slack, of any other layer the dense tensors::
+
+    tensors    "{layer}.keys" [n, d], "{layer}.values" [n, dv], "{layer}.log_w" [n], "{layer}.length" [batch * hkv]
+               "{layer}.keys" [batch, hkv, t, d], "{layer}.values" [batch, hkv, t, dv]     where nothing is compressed
+    header     "kvpress_prob": format, package, model, report, layers
+
+The model's fingerprint covers names, shapes and a few values of every parameter and the rotary embedding's settings:
+what a cache depends on, and cheap for models of any size.
+"""
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from kvpress_prob.hf.cache import RaggedLayer, check_cache
+from kvpress_prob.hf.resampling import DecodingBudget, Resampler, ResamplingSettings
+from kvpress_prob.ragged import RaggedKV
+from kvpress_prob.ragged.store import INITIAL_ROOM
+
+FORMAT = 1
+_KEY = "kvpress_prob"
+_VALUES_PER_PARAMETER = 8
+
+
+class Report(Protocol):
+    """What a file keeps of a press' report."""
+
+    @property
+    def settings(self) -> str: ...
+    @property
+    def target_ratio(self) -> float: ...
+    @property
+    def achieved_ratio(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+
+
+def save_compressed(
+    cache: Cache, path: str | os.PathLike, *, model: PreTrainedModel | None = None, report: Report | None = None
+) -> None:
+    """Write a cache to a file; an existing file is replaced only when the new one is complete.
+
+    Parameters
+    ----------
+    cache : Cache
+        A ``DynamicCache``, compressed or not, with whatever was appended to it.
+    path : str or PathLike
+    model : PreTrainedModel, optional
+        Whose cache it is; then ``load_compressed`` can tell it from another model's.
+    report : CompressionReport, optional
+        ``press.report``: press, ratio and seed are noted in the header.
+
+    Raises
+    ------
+    TypeError
+        For a cache that cannot be compressed (static, quantized, offloaded).
+    ValueError
+        For an empty cache.
+    FileNotFoundError
+        For a path in a folder that does not exist.
+    """
+    check_cache(cache)
+    if cache.get_seq_length() == 0:
+        raise ValueError("cache must hold a context, got an empty cache")
+    tensors, layers = {}, []
+    for index, layer in enumerate(cache.layers):
+        described, held = _ragged(layer) if isinstance(layer, RaggedLayer) else _dense(layer)
+        layers.append(described)
+        tensors |= {f"{index}.{name}": tensor for name, tensor in held.items()}
+    header = {
+        "format": FORMAT,
+        "model": None if model is None else fingerprint(model),
+        "logical_length": cache.get_seq_length(),
+        "report": None if report is None else {name: getattr(report, name) for name in _REPORTED},
+        "layers": layers,
+    }
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"path must be in an existing folder, got {path}")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        save_file(tensors, temporary, {_KEY: json.dumps(header)})
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+_REPORTED = ("settings", "target_ratio", "achieved_ratio", "seed")
+
+
+def load_compressed(
+    path: str | os.PathLike, device: torch.device | str = "cpu", *, model: PreTrainedModel | None = None
+) -> DynamicCache:
+    """Read a cache that ``save_compressed`` wrote: ``model(..., past_key_values=load_compressed(path))``.
+
+    Parameters
+    ----------
+    path : str or PathLike
+    device : torch.device or str
+        Where the cache's tensors go: the device of the model.
+    model : PreTrainedModel, optional
+        Refuse a file that was saved from another model.
+
+    Raises
+    ------
+    FileNotFoundError
+    ValueError
+        For a file that is truncated, foreign, of a newer format, or another model's.
+    """
+    with _opened(path, device) as (file, header):
+        if model is not None:
+            _check_model(path, header, model)
+        cache = DynamicCache()
+        cache.layers.extend(_layer(file, index, described) for index, described in enumerate(header["layers"]))
+    return cache
+
+
+def read_header(path: str | os.PathLike) -> dict[str, Any]:
+    """The header alone: format, model fingerprint, logical length, report and the layers' kinds.
+
+    Raises
+    ------
+    FileNotFoundError, ValueError
+        As ``load_compressed``.
+    """
+    with _opened(path, "cpu") as (_, header):
+        return header
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """Hexadecimal digest that tells models apart whose caches do not fit each other."""
+    digest = hashlib.sha256()
+    rotary = getattr(model.config.get_text_config(), "rope_parameters", None)
+    digest.update(json.dumps(rotary, sort_keys=True, default=str).encode())
+    for name, parameter in sorted(model.named_parameters()):
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        if not parameter.is_meta and parameter.numel():
+            places = torch.linspace(0, parameter.numel() - 1, _VALUES_PER_PARAMETER).long().to(parameter.device)
+            values = parameter.detach().flatten()[places].double().cpu()
+            digest.update(values.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _ragged(layer: RaggedLayer) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    store = layer.store
+    segments = [store.segment(row, head) for row in range(store.batch) for head in range(store.kv_heads)]
+    keys, values, log_w = (torch.cat(parts) for parts in zip(*segments, strict=True))
+    described = {
+        "kind": "compressed",
+        "batch": store.batch,
+        "context_length": layer.context_length,
+        "appended": layer.appended,
+        "padding": layer.padding,
+        "hides": layer.hides,
+        "spent": layer.spent,
+    }
+    held = {"keys": keys, "values": values, "log_w": log_w, "length": store.length.clone()}
+    if layer.resampler is not None:
+        described |= {"resampling": asdict(layer.resampler.settings), "rounds": layer.resampler.rounds}
+        if layer.resampler.queries is not None:
+            held["queries"] = layer.resampler.queries.contiguous()
+    return described, held
+
+
+def _dense(layer: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    described: dict[str, Any] = {"kind": "dense"}
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        described = {
+            "kind": "sliding",
+            "sliding_window": layer.sliding_window,
+            "cumulative_length": layer.cumulative_length,
+        }
+    return described, {name: getattr(layer, name).detach().clone().contiguous() for name in ("keys", "values")}
+
+
+@contextmanager
+def _opened(path: str | os.PathLike, device: torch.device | str) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """The file and its header; what does not fit together becomes one ``ValueError``."""
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            header = json.loads((file.metadata() or {})[_KEY])
+            if header["format"] > FORMAT:
+                raise ValueError(
+                    f"{path} must have format {FORMAT} or older, got {header['format']}: update kvpress-prob"
+                )
+            yield file, header
+    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} must be a complete file of save_compressed, got {error!r}") from error
+
+
+def _check_model(path: str | os.PathLike, header: dict[str, Any], model: PreTrainedModel) -> None:
+    if header["model"] is None:
+        raise ValueError(f"{path} must name its model to be checked against one: it was saved without model=")
+    if header["model"] != fingerprint(model):
+        raise ValueError(f"{path} must be a cache of this model, got a cache of another model")
+
+
+def _compressed_layer(file: Any, index: int, described: dict[str, Any], store: RaggedKV) -> RaggedLayer:
+    layer = RaggedLayer(store, described["context_length"], described["padding"])
+    layer.appended, layer.hides, layer.spent = described["appended"], described["hides"], described["spent"]
+    if "resampling" in described:
+        settings = described["resampling"]
+        settings = ResamplingSettings(**settings | {"budget": DecodingBudget(**settings["budget"])})
+        layer.resampler = Resampler(settings, store)
+        layer.resampler.rounds = described["rounds"]
+        layer.resampler.count(store, layer.appended)
+        if f"{index}.queries" in set(file.keys()):
+            layer.resampler.queries = file.get_tensor(f"{index}.queries")
+    return layer
+
+
+def _layer(file: Any, index: int, described: dict[str, Any]) -> RaggedLayer | DynamicLayer:
+    keys, values = file.get_tensor(f"{index}.keys"), file.get_tensor(f"{index}.values")
+    if described["kind"] == "compressed":
+        log_w, lengths = file.get_tensor(f"{index}.log_w"), file.get_tensor(f"{index}.length").tolist()
+        batch = described["batch"]
+        if sum(lengths) != len(keys) or any(length < 0 for length in lengths) or batch < 1 or len(lengths) % batch:
+            raise KeyError(f"{index}.length")
+        store = RaggedKV.empty(keys, values, lengths, batch, INITIAL_ROOM)
+        begin = 0
+        for start, length in zip(store.start.tolist(), lengths, strict=True):
+            source, target = slice(begin, begin + length), slice(start, start + length)
+            store.keys[target], store.values[target], store.log_w[target] = keys[source], values[source], log_w[source]
+            begin += length
+        return _compressed_layer(file, index, described, store)
+    sliding = described["kind"] == "sliding"
+    layer = DynamicSlidingWindowLayer(described["sliding_window"]) if sliding else DynamicLayer()
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values = keys, values
+    if isinstance(layer, DynamicSlidingWindowLayer):
+        layer.cumulative_length = described["cumulative_length"]
+    return layer

@@ -1,0 +1,227 @@
+"""A state machine that drives a compressed cache and, beside it, a dense cache with the oracle's attention.
+
+Every logit of a token that is not padding is compared after every step. ``python -m tests.helpers.machine MINUTES``
+(``make fuzz``) runs random sequences for as long as asked and prints how many; a failure prints the shortest sequence
+that shows it, to be kept as a plain test.
+"""
+
+import argparse
+import copy
+import tempfile
+import time
+
+import torch
+import transformers
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from torch import Tensor
+from transformers import DynamicCache
+
+from kvpress_prob import H2OPress, MinVariancePress, ProbabilisticPress, load_compressed, save_compressed
+from kvpress_prob.hf import RaggedLayer
+from tests.helpers.models import ARCHITECTURES, tokens
+from tests.helpers.oracle import biases_of, oracle_attention
+
+# Gemma's configurations warn about their own rope settings.
+transformers.utils.logging.get_logger("transformers.modeling_rope_utils").setLevel("ERROR")
+
+FAMILIES = ("Llama", "Qwen3", "Gemma 2", "Gemma 3", "SmolLM3", "OLMo 2", "GLM-4", "Phi-3", "DeepSeek-V3", "Granite")
+KINDS = [(family, attn) for attn in ("eager", "sdpa") for family in FAMILIES]
+SCORERS = (MinVariancePress, H2OPress)
+LARGEST_BATCH = 6
+
+
+@st.composite
+def shapes(draw) -> dict:
+    """Sizes of a model; latent attention has one KV head a query head and widths of its own."""
+    (name, attn), layers = draw(st.sampled_from(KINDS)), draw(st.integers(1, 3))
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from([1, 2, 3, 4]))
+    sizes = {"num_hidden_layers": layers}
+    if "layer_types" in ARCHITECTURES[name].settings:
+        kinds = st.sampled_from(["sliding_attention", "full_attention"])
+        sizes["layer_types"] = [*(draw(kinds) for _ in range(layers - 1)), "full_attention"]
+        sizes["sliding_window"] = draw(st.sampled_from([4, 16]))
+    if name == "SmolLM3":
+        sizes["no_rope_layers"] = [draw(st.integers(0, 1)) for _ in range(layers)]
+    if name == "DeepSeek-V3":
+        sizes |= {"num_attention_heads": kv_heads, "num_key_value_heads": kv_heads}
+    else:
+        head_dim = draw(st.sampled_from([8, 16, 48]))
+        sizes |= {"num_attention_heads": kv_heads * group, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+        sizes["hidden_size"] = hidden = kv_heads * group * head_dim  # where some models take the width from
+        sizes["initializer_range"] = 1.6 / hidden**0.5  # attention as sharp as at the tests' usual sizes
+    return {"name": name, "attn": attn, "seed": draw(st.integers(0, 99)), **sizes}
+
+
+@st.composite
+def presses(draw) -> ProbabilisticPress:
+    sampler = draw(st.sampled_from(["systematic", "multinomial"]))
+    corrections = ["inclusion", "none"] + (["counts"] if sampler == "multinomial" else [])
+    return ProbabilisticPress(
+        draw(st.sampled_from(SCORERS))(),
+        draw(st.sampled_from([0.0, 0.2, 0.5, 0.9, 0.99])),
+        sampler=sampler,
+        correction=draw(st.sampled_from(corrections)),
+        temperature=draw(st.sampled_from([1.0, 2.0])),
+        allocation=draw(st.sampled_from(["global", "layer", "head"])),
+        budget_weighting=draw(st.sampled_from(["uniform", "score"])),
+        n_sink=draw(st.integers(0, 3)),
+        n_recent=draw(st.integers(0, 3)),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
+class CompressedCacheMachine(RuleBasedStateMachine):
+    """Random lives of a compressed cache."""
+
+    sequences = 0
+
+    def __init__(self):
+        super().__init__()
+        type(self).sequences += 1
+        self.steps = 0
+
+    @initialize(
+        shape=shapes(),
+        press=presses(),
+        length=st.integers(1, 60),
+        padding=st.lists(st.integers(0, 59), max_size=2),
+        sliding_cache=st.booleans(),
+    )
+    def prefill(self, shape, press, length, padding, sliding_cache):
+        name = shape.pop("name")
+        self.model = ARCHITECTURES[name].build(shape.pop("attn"), shape.pop("seed"), **shape)
+        self.length = length
+        rows = [0, *(pad % length for pad in padding)]
+        self.mask = (torch.arange(length) >= torch.tensor(rows).unsqueeze(-1)).long()
+        config = self.model.config if sliding_cache else None
+        self.cache, self.full = DynamicCache(config=config), DynamicCache(config=config)
+        self.croppable = not sliding_cache or "sliding_attention" not in (getattr(config, "layer_types", None) or ())
+        ids = tokens(length, batch=len(rows))
+        inputs = {"attention_mask": self.mask, "position_ids": self.positions()}
+        with torch.no_grad():
+            with press(self.model):
+                self.model(ids, past_key_values=self.cache, **inputs)
+            self.model(ids, past_key_values=self.full, **inputs)
+        self.biases = biases_of(self.cache, self.full)
+
+    def positions(self) -> Tensor:
+        return (self.mask.cumsum(-1) - 1).clamp(min=0)
+
+    @property
+    def batch(self) -> int:
+        return len(self.mask)
+
+    def forward(self, n: int, hidden: list[int], always_mask: bool) -> None:
+        """``n`` new tokens a row, of which the first ``hidden[row]`` are padding; compares the logits."""
+        self.steps += 1
+        ids = tokens(n, batch=self.batch, seed=self.steps)
+        new = (torch.arange(n) >= torch.tensor(hidden).unsqueeze(-1)).long()
+        self.mask = torch.cat([self.mask, new], 1)
+        inputs = {"position_ids": self.positions()[:, -n:]}
+        if always_mask or not self.mask.all():
+            inputs["attention_mask"] = self.mask
+        with torch.no_grad():
+            got = self.model(ids, past_key_values=self.cache, **inputs).logits
+            with oracle_attention(self.model, self.biases):
+                want = self.model(ids, past_key_values=self.full, **inputs).logits
+        seen = new.bool()
+        torch.testing.assert_close(got[seen], want[seen], atol=1e-4 * max(1.0, float(want[seen].abs().max())), rtol=0)
+        assert self.cache.get_seq_length() == self.full.get_seq_length() == self.mask.shape[1]
+
+    @rule(n=st.integers(1, 9), data=st.data(), always_mask=st.booleans())
+    def question(self, n, data, always_mask):
+        hidden = data.draw(st.lists(st.integers(0, n - 1), min_size=self.batch, max_size=self.batch))
+        self.forward(n, hidden, always_mask)
+
+    @rule(n=st.sampled_from([1, 1, 2, 33, 70]))
+    def append(self, n):
+        self.forward(n, [0] * self.batch, False)
+
+    @precondition(lambda self: self.croppable)
+    @rule(data=st.data(), negative=st.booleans())
+    def crop(self, data, negative):
+        drop = data.draw(st.integers(0, self.mask.shape[1] - self.length))
+        for cache in (self.cache, self.full):
+            cache.crop(-drop if negative and drop else self.mask.shape[1] - drop)
+        self.mask = self.mask[:, : self.mask.shape[1] - drop]
+
+    def reindex(self, rows: Tensor) -> None:
+        self.mask = self.mask[rows]
+        self.biases = {layer: bias[rows] for layer, bias in self.biases.items()}
+
+    @rule(data=st.data())
+    def reorder(self, data):
+        rows = torch.tensor(
+            data.draw(st.lists(st.integers(0, self.batch - 1), min_size=self.batch, max_size=self.batch))
+        )
+        for cache in (self.cache, self.full):
+            cache.reorder_cache(rows)
+        self.reindex(rows)
+
+    @precondition(lambda self: 2 * self.batch <= LARGEST_BATCH)
+    @rule()
+    def repeat(self):
+        for cache in (self.cache, self.full):
+            cache.batch_repeat_interleave(2)
+        self.reindex(torch.arange(self.batch).repeat_interleave(2))
+
+    @rule(data=st.data())
+    def select(self, data):
+        rows = torch.tensor(data.draw(st.lists(st.integers(0, self.batch - 1), min_size=1, max_size=self.batch)))
+        for cache in (self.cache, self.full):
+            cache.batch_select_indices(rows)
+        self.reindex(rows)
+
+    @precondition(lambda self: any(isinstance(layer, RaggedLayer) for layer in self.cache.layers))
+    @rule(more=st.integers(0, 1))
+    def fill(self, more):
+        """Append until no room is left behind the segments, or one token more."""
+        room = next(layer.store.room for layer in self.cache.layers if isinstance(layer, RaggedLayer))
+        self.forward(max(room + more, 1), [0] * self.batch, False)
+
+    @rule()
+    def copy(self):
+        """Two copies live the same life, one of them while the original goes on."""
+        first, second = copy.deepcopy(self.cache), copy.deepcopy(self.cache)
+        mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
+        step = {"input_ids": tokens(1, batch=self.batch), "attention_mask": mask}
+        again = {
+            "input_ids": tokens(1, batch=self.batch),
+            "attention_mask": torch.nn.functional.pad(mask, (0, 1), value=1),
+        }
+        with torch.no_grad():
+            self.model(**step, past_key_values=first)
+            self.forward(1, [0] * self.batch, True)
+            got = self.model(**again, past_key_values=first).logits
+            self.model(**step, past_key_values=second)
+            assert torch.equal(got, self.model(**again, past_key_values=second).logits)
+
+    @rule()
+    def save_and_load(self):
+        with tempfile.NamedTemporaryFile() as file:
+            save_compressed(self.cache, file.name)
+            self.cache = load_compressed(file.name)
+
+    @rule()
+    def inference_mode(self):
+        with torch.inference_mode():
+            self.forward(1, [0] * self.batch, False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Fuzz a compressed cache against the oracle.")
+    parser.add_argument("minutes", type=float)
+    minutes = parser.parse_args().minutes
+    torch.set_num_threads(1)
+    end = time.monotonic() + 60 * minutes
+    # Small rounds, so that the time is kept; without a database, so that every round is new.
+    rounds = settings(max_examples=50, stateful_step_count=15, deadline=None, derandomize=False, database=None)
+    while time.monotonic() < end:
+        run_state_machine_as_test(CompressedCacheMachine, settings=rounds)
+        print(f"{CompressedCacheMachine.sequences} sequences, none failed")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,232 @@
+"""Keeping a compressed cache in a file."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache, StaticCache
+
+from kvpress_prob import load_compressed, save_compressed
+from kvpress_prob.hf import read_header, saving
+from tests.helpers.compare import compress, dense, greedy, press_of
+from tests.helpers.models import ARCHITECTURES, build, tiny_gemma3, tiny_llama, tokens
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "context.safetensors"
+
+
+@pytest.fixture
+def saved(path):
+    """A saved cache, its model and press."""
+    model, press = tiny_llama(), press_of()
+    cache = compress(model, tokens(60), press)
+    save_compressed(cache, path, model=model, report=press.report)
+    return cache, model, press
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma 2", "DeepSeek-V3", "Qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_loaded_cache_decodes_to_the_bit(name, dtype, path):
+    model, press = ARCHITECTURES[name].build(dtype=dtype), press_of(0.7)
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1, :8] = 0
+    cache = compress(model, tokens(30, batch=2), press, attention_mask=mask)
+    save_compressed(cache, path, model=model, report=press.report)
+    loaded = load_compressed(path, model=model)
+    for step, length in enumerate((4, 1, 40)):
+        mask = torch.nn.functional.pad(mask, (0, length), value=1)
+        ids = tokens(length, batch=2, seed=step)
+        want = model(ids, past_key_values=cache, attention_mask=mask).logits
+        assert torch.equal(model(ids, past_key_values=loaded, attention_mask=mask).logits, want)
+
+
+def test_what_was_appended_and_hidden_is_kept(path):
+    model = tiny_llama()
+    cache = compress(model, tokens(30), press_of())
+    mask = torch.ones(1, 35, dtype=torch.long)
+    mask[0, 30:32] = 0
+    model(tokens(5), past_key_values=cache, attention_mask=mask)
+    save_compressed(cache, path)
+    loaded = load_compressed(path)
+    assert [repr(layer) for layer in loaded.layers] == [repr(layer) for layer in cache.layers]
+    loaded.crop(33)
+    cache.crop(33)
+    assert torch.equal(model(tokens(1), past_key_values=loaded).logits, model(tokens(1), past_key_values=cache).logits)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["sliding layers", "plain layers"])
+def test_sliding_layers_are_kept(own, path):
+    model, cache = tiny_gemma3(), DynamicCache()
+    with press_of()(model):
+        cache = model(tokens(40), past_key_values=None if own else cache).past_key_values
+    save_compressed(cache, path)
+    loaded = load_compressed(path)
+    for step in range(3):
+        ids = tokens(9, seed=step)
+        want = model(ids, past_key_values=cache).logits
+        assert torch.equal(model(ids, past_key_values=loaded).logits, want)
+
+
+def test_generate_and_growth_from_a_file(saved, path):
+    cache, model, _ = saved
+    ids = torch.cat([tokens(60), tokens(5, seed=1)], 1)
+    got = model.generate(
+        ids, past_key_values=load_compressed(path), max_new_tokens=8, do_sample=False, eos_token_id=None
+    )
+    assert torch.equal(got[:, 65:], greedy(model, cache, tokens(5, seed=1), 8))
+
+
+def test_a_dense_cache_is_kept_too(path):
+    """Ratio 0 leaves a cache dense."""
+    model = tiny_llama()
+    cache = compress(model, tokens(20), press_of(0.0))
+    save_compressed(cache, path)
+    loaded = load_compressed(path)
+    assert torch.equal(model(tokens(3), past_key_values=loaded).logits, model(tokens(3), past_key_values=cache).logits)
+
+
+def test_the_header(saved, path):
+    _, model, press = saved
+    header = read_header(path)
+    assert header["format"] == saving.FORMAT
+    assert header["logical_length"] == 60
+    assert header["model"] == saving.fingerprint(model)
+    assert header["report"] == {
+        "settings": press.report.settings,
+        "target_ratio": 0.5,
+        "achieved_ratio": press.report.achieved_ratio,
+        "seed": 0,
+    }
+
+
+def test_a_file_is_no_larger_than_what_is_kept(path):
+    model = tiny_llama()
+    press = press_of(0.75)
+    save_compressed(compress(model, tokens(2048), press), path)
+    kept = int(press.report.kept.sum())
+    assert path.stat().st_size < kept * (2 * 16 * 4 + 4) + 4096
+
+
+# -- Refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_truncated_file_is_refused_wherever_it_ends(saved, path):
+    whole = path.read_bytes()
+    for length in [*range(0, len(whole), len(whole) // 40), 7, 8, 9, len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        for read in (load_compressed, read_header):
+            with pytest.raises(ValueError, match="must be a complete file of save_compressed"):
+                read(path)
+
+
+class Bomb:
+    def __reduce__(self):
+        return (pytest.fail, ("code of a file was run",))
+
+
+FOREIGN = {
+    "pickle": lambda path: path.write_bytes(pickle.dumps(Bomb())),
+    "torch": lambda path: torch.save({"keys": Bomb()}, path),
+    "json": lambda path: path.write_text("{}"),
+    "weights": lambda path: save_file({"0.keys": torch.zeros(2)}, path),
+    "not json": lambda path: save_file({"a": torch.zeros(2)}, path, {"kvpress_prob": "?"}),
+    "no format": lambda path: save_file({"a": torch.zeros(2)}, path, {"kvpress_prob": "{}"}),
+    "a list": lambda path: save_file({"a": torch.zeros(2)}, path, {"kvpress_prob": "[]"}),
+}
+
+
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_a_foreign_file_is_refused_and_runs_no_code(kind, path):
+    FOREIGN[kind](path)
+    with pytest.raises(ValueError, match="must be a complete file of save_compressed"):
+        load_compressed(path)
+
+
+def rewritten(path, **changes):
+    """The same file with other entries in its header."""
+    header, tensors = read_header(path), load_file(path)
+    save_file(tensors, path, {"kvpress_prob": json.dumps(header | changes)})
+
+
+def test_a_newer_format_is_refused(saved, path):
+    rewritten(path, format=saving.FORMAT + 1)
+    with pytest.raises(
+        ValueError, match=rf"must have format {saving.FORMAT} or older, got {saving.FORMAT + 1}: update"
+    ):
+        load_compressed(path)
+
+
+def test_a_header_that_does_not_fit_the_tensors_is_refused(saved, path):
+    layers = read_header(path)["layers"]
+    for change in ({"layers": layers * 2}, {"layers": [{}]}, {"layers": [layers[0] | {"batch": 3}]}):
+        rewritten(path, **change)
+        with pytest.raises(ValueError, match="must be a complete file of save_compressed"):
+            load_compressed(path)
+        rewritten(path, layers=layers)
+    tensors, header = load_file(path), read_header(path)
+    tensors["0.length"] += 1
+    save_file(tensors, path, {"kvpress_prob": json.dumps(header)})
+    with pytest.raises(ValueError, match=r"complete file of save_compressed, got KeyError\('0.length'\)"):
+        load_compressed(path)
+
+
+def test_another_models_cache_is_refused(saved, path):
+    _, model, _ = saved
+    load_compressed(path, model=model)
+    wide = build("LlamaForCausalLM", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    for other in (tiny_llama(seed=1), tiny_llama(layers=3), wide, tiny_llama(dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match="must be a cache of this model, got a cache of another model"):
+            load_compressed(path, model=other)
+
+
+def test_a_cache_saved_without_its_model_cannot_be_checked(path):
+    save_compressed(compress(tiny_llama(), tokens(20), press_of()), path)
+    with pytest.raises(ValueError, match="was saved without model="):
+        load_compressed(path, model=tiny_llama())
+
+
+def test_the_fingerprint_is_the_weights_and_the_rotary_embedding():
+    model = tiny_llama()
+    print_ = saving.fingerprint(model)
+    assert saving.fingerprint(copy.deepcopy(model)) == print_
+    model.set_attn_implementation("eager")
+    assert saving.fingerprint(model) == print_
+    model.lm_head.weight[0, 0] += 1
+    assert saving.fingerprint(model) != print_
+
+
+def test_what_cannot_be_saved_is_refused(path):
+    with pytest.raises(TypeError, match="past_key_values must be a DynamicCache"):
+        save_compressed(StaticCache(tiny_llama().config, max_cache_len=8), path)
+    with pytest.raises(ValueError, match="cache must hold a context, got an empty cache"):
+        save_compressed(DynamicCache(), path)
+    assert not path.exists()
+
+
+def test_a_missing_file_and_a_missing_folder(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        load_compressed(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match=r"path must be in an existing folder, got .*none"):
+        save_compressed(dense(tiny_llama(), tokens(4)), tmp_path / "none" / "file")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError("disk full")], ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("place", ["kvpress_prob.hf.saving.save_file", "os.fsync", "pathlib.Path.replace"])
+def test_an_interrupted_save_leaves_the_old_file_whole(saved, path, monkeypatch, place, error):
+    before = path.read_bytes()
+
+    def interrupted(*args, **kwargs):
+        if place.endswith("save_file"):
+            args[1].write_bytes(b"half")
+        raise error
+
+    monkeypatch.setattr(place, interrupted)
+    with pytest.raises(type(error)):
+        save_compressed(compress(tiny_llama(), tokens(20), press_of()), path)
+    assert path.read_bytes() == before
+    assert list(path.parent.iterdir()) == [path]
