@@ -99,6 +99,8 @@ class Record:
         One cache after the other as kvpress' pipeline does, several caches at once, or not at all.
     decode_ms : float or None
         Question and answer; None unless ``decode == "single"``, because a batch has no time of a single row.
+    batch_ms, batch_rows : float or None, int or None
+        Question and answer of the whole batch that the row was decoded in, and the number of its rows.
     generated_tokens : int or None
     prediction : str or None
     score : float or None
@@ -132,6 +134,8 @@ class Record:
     compress_ms: float
     decode: DecodeMode
     decode_ms: float | None
+    batch_ms: float | None
+    batch_rows: int | None
     generated_tokens: int | None
     prediction: str | None
     score: float | None
@@ -147,7 +151,7 @@ class Record:
         return self.example, self.press, self.ratio, self.seed
 
 
-TIMINGS = ("prefill_ms", "score_ms", "score_spent_ms", "compress_ms", "decode_ms")
+TIMINGS = ("prefill_ms", "score_ms", "score_spent_ms", "compress_ms", "decode_ms", "batch_ms")
 """Fields of a record that differ between two runs of one configuration."""
 
 

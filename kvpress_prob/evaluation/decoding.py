@@ -33,13 +33,13 @@ class Answer:
     text : str
     tokens : int
         Generated tokens.
-    milliseconds : float or None
-        None for a row of a batch.
+    milliseconds : float
+        Of the whole batch, for a row of a batch.
     """
 
     text: str
     tokens: int
-    milliseconds: float | None
+    milliseconds: float
 
 
 def decode_single(
@@ -120,6 +120,7 @@ def decode_batch(
     model = cast(PreTrainedModel, pipe.model)
     eos = model.generation_config.eos_token_id  # pyright: ignore[reportOptionalMemberAccess]
     stops = torch.tensor(eos if isinstance(eos, list) else [] if eos is None else [eos], device=question_ids.device)
+    begin = now(question_ids.device)
     cache = batch.cache()
     generated: list[list[int]] = [[] for _ in range(batch.rows)]
     active = list(range(batch.rows))
@@ -142,10 +143,9 @@ def decode_batch(
             active = [active[row] for row in kept.tolist()]
             tokens = tokens[kept]
         ids = tokens.unsqueeze(-1)
-    return [
-        Answer(str(pipe.tokenizer.decode(tokens, skip_special_tokens=True)), len(tokens), None)  # pyright: ignore[reportOptionalMemberAccess]
-        for tokens in generated
-    ]
+    elapsed = now(question_ids.device) - begin
+    decode = cast(Any, pipe.tokenizer).decode
+    return [Answer(str(decode(tokens, skip_special_tokens=True)), len(tokens), elapsed) for tokens in generated]
 
 
 def _stack(shared: SharedPrefill, rows: list[Compressed], index: int, room: int) -> RaggedKV:

@@ -59,7 +59,7 @@ class Tables:
 def tabulate(records: list[Record]) -> Tables:
     """All tables of a run. Examples that some press has not been run on yet are left out of comparisons."""
     frame = pd.DataFrame([asdict(record) for record in records])
-    frame["seed"] = frame["seed"].fillna(-1).astype(int)
+    frame["seed"] = [-1 if record.seed is None else record.seed for record in records]
     scored = frame[frame["score"].notna()]
     measured = frame[frame["attention_error"].notna()]
     return Tables(
@@ -229,7 +229,8 @@ def _costs(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _overview(frame: pd.DataFrame) -> dict[str, float | int | str | None]:
-    """Counts, and what prefill and scoring cost shared against what they would have cost run singly."""
+    """Counts, seconds of decoding, and what prefill and scoring cost shared against what they would have cost
+    singly."""
     once = frame.drop_duplicates(["context", "press", "ratio", "seed"])  # one of a context's questions
     prefills = once.drop_duplicates("context")["prefill_ms"].sum()
     return {
@@ -242,6 +243,7 @@ def _overview(frame: pd.DataFrame) -> dict[str, float | int | str | None]:
         "decode": ", ".join(sorted(frame["decode"].unique())),
         "versions": "; ".join(frame["versions"].unique()),
         "git_commit": "; ".join(frame["git_commit"].dropna().unique()) or None,
+        "decode_seconds": float((frame["batch_ms"] / frame["batch_rows"]).fillna(frame["decode_ms"]).sum()) / 1e3,
         "shared_seconds": float(prefills + once["score_spent_ms"].sum()) / 1e3,
         "single_seconds": float((once["prefill_ms"] + once["score_ms"]).sum()) / 1e3,
     }

@@ -59,7 +59,7 @@ class SweepConfig:
     decode : {"batched", "single", "none"}
         How answers are decoded; "none" measures compression alone.
     batch_rows : int
-        Most caches decoded at once.
+        Most caches held and decoded at once; one with ``decode="single"``.
     attention_error : bool
         Measure the attention error over the question's tokens.
     dtype, attn_implementation, device
@@ -158,7 +158,7 @@ def plan(config: SweepConfig, examples: list[Example]) -> list[list[Unit]]:
     for example in examples:
         contexts.setdefault(example.context, []).append(example)
     settings = settings_of(config)
-    size = config.batch_rows if config.decode == "batched" else 1
+    size = 1 if config.decode == "single" else config.batch_rows
     groups = [settings[begin : begin + size] for begin in range(0, len(settings), size)]
     return [[Unit(context, group, part) for part in groups] for context, group in contexts.items()]
 
@@ -208,7 +208,7 @@ class Worker:
             if config.attention_error:
                 errors = list(attention_errors(shared, DenseQuestion(shared, question), rows, question.shape[1]))
             records += [
-                self._record(shared, example, *parts)
+                self._record(shared, example, len(rows), *parts)
                 for parts in zip(unit.settings, rows, answers, errors, strict=True)
             ]
         return records
@@ -217,11 +217,14 @@ class Worker:
         self,
         shared: SharedPrefill,
         example: Example,
+        rows: int,
         setting: Setting,
         row: Compressed,
         answer: Answer | None,
         error: AttentionError | None,
     ) -> Record:
+        milliseconds = None if answer is None else round(answer.milliseconds, 2)
+        batched = self.config.decode == "batched"
         return Record(
             example=example.name,
             context=text_hash(example.context),
@@ -242,7 +245,9 @@ class Worker:
             score_spent_ms=round(row.costs.spent_ms, 2),
             compress_ms=round(row.costs.compress_ms, 2),
             decode=self.config.decode,
-            decode_ms=None if answer is None or answer.milliseconds is None else round(answer.milliseconds, 2),
+            decode_ms=None if batched else milliseconds,
+            batch_ms=milliseconds if batched else None,
+            batch_rows=rows if batched else None,
             generated_tokens=None if answer is None else answer.tokens,
             prediction=None if answer is None else answer.text,
             score=None

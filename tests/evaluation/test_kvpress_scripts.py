@@ -43,7 +43,15 @@ def test_runs_and_agrees_with_a_sweep(tmp_path, model_folder, scripts):
         command = [
             *(sys.executable, "-m", "kvpress_prob.cli", "eval", "--data", str(data)),
             *("--kvpress-evaluation", str(scripts), "--", "--model", str(model_folder), "--press_name", press),
-            *("--compression_ratio", "0.5", "--output_dir", str(tmp_path / "out"), "--dataset=ruler", "--device", "cpu"),
+            *(
+                "--compression_ratio",
+                "0.5",
+                "--output_dir",
+                str(tmp_path / "out"),
+                "--dataset=ruler",
+                "--device",
+                "cpu",
+            ),
         ]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
         assert done.returncode == 0, done.stderr[-2000:]

@@ -16,9 +16,7 @@ def test_bootstrap_has_the_variance_of_the_stratified_mean():
     values = generator.normal(size=(40, 1)) * (1 + 3 * strata[:, None]) + 10 * strata[:, None]
     weights = np.where(strata == 0, 0.5 / 30, 0.5 / 10)
     draws = bootstrap_means(values, weights, strata, resamples=20000)
-    variance = sum(
-        (strata == s).sum() * weights[strata == s][0] ** 2 * values[strata == s].var(ddof=0) for s in (0, 1)
-    )
+    variance = sum((strata == s).sum() * weights[strata == s][0] ** 2 * values[strata == s].var(ddof=0) for s in (0, 1))
     assert draws.mean() == pytest.approx(float((weights @ values)[0]), abs=4 * np.sqrt(variance / 20000))
     assert draws.var() == pytest.approx(variance, rel=4 * np.sqrt(2 / 20000))
 
@@ -68,7 +66,9 @@ def test_tables_against_loops():
             wins = []
             for example in (example.name for example in examples if example.task == task):
                 for seed in (0, 1):
-                    of = {p: seeded.get((p, ratio, example, seed), seeded.get((p, ratio, example, None))) for p in others}
+                    of = {
+                        p: seeded.get((p, ratio, example, seed), seeded.get((p, ratio, example, None))) for p in others
+                    }
                     wins.append(np.mean([of[row.press] >= of[other] for other in others if other != row.press]))
             tasks.append(np.mean(wins))
         assert row.win == pytest.approx(np.mean(tasks))
@@ -92,6 +92,7 @@ def test_budgets_layers_and_costs():
     contexts, presses = len(examples), len(PRESSES)
     settings = 1 + (presses - 1) * len(RATIOS)
     assert tables.overview["shared_seconds"] == pytest.approx(contexts * (0.1 + presses * 0.05))
+    assert tables.overview["decode_seconds"] == pytest.approx(contexts * settings * 0.01)
     assert tables.overview["single_seconds"] == pytest.approx(contexts * settings * 0.15)
 
 
@@ -106,6 +107,8 @@ def test_runs_without_answers_or_errors():
     _, _, records = made_up_run(2)
     silent = [replace(record, score=None, prediction=None) for record in records]
     tables = tabulate(silent)
-    assert tables.scores.empty and tables.wins.empty and tables.differences.empty
+    assert tables.scores.empty
+    assert tables.wins.empty
+    assert tables.differences.empty
     assert len(tables.errors)
     assert tabulate([replace(record, attention_error=None) for record in records]).errors.empty

@@ -1,10 +1,12 @@
 """A sweep's predictions are those of every press run alone through kvpress' pipeline."""
 
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
 
+from kvpress_prob.cli import parse
 from kvpress_prob.evaluation import shared_prefill
 from kvpress_prob.evaluation.presses import NO_PRESS, PressSpec, press_names
 from kvpress_prob.evaluation.sweep import SweepConfig, Worker, examples_of, plan, run_sweep, settings_of
@@ -137,6 +139,7 @@ def test_records_say_what_they_measured(pipe, model_folder, ruler_file, tmp_path
     assert not records["snapkv"].masked
     for record in records.values():
         assert record.decode_ms > 0
+        assert record.batch_ms is None
         assert not record.query_aware
         assert record.config == folder.name.removeprefix("test-")
         assert "torch" in record.versions
@@ -146,7 +149,11 @@ def test_records_say_what_they_measured(pipe, model_folder, ruler_file, tmp_path
 def test_a_batch_has_no_time_of_a_row(pipe, model_folder, ruler_file):
     config = sweep_config(model_folder, ruler_file, presses=["snapkv"])
     units = plan(config, examples_of(config))[0]
-    assert {record.decode_ms for rows in Worker(config, pipe).run(units) for record in rows} == {None}
+    for rows in Worker(config, pipe).run(units):
+        for record in rows:
+            assert record.decode_ms is None
+            assert record.batch_ms > 0
+            assert record.batch_rows == len(units[0].settings) == 2
 
 
 def test_batches_are_as_small_as_asked(pipe, model_folder, ruler_file):
@@ -220,3 +227,14 @@ def test_same_context_is_one_unit(model_folder, ruler_file, tmp_path):
     assert sorted(len(units[0].examples) for units in contexts) == [1, 1, 2]
     other = write_rows(tmp_path / "one.jsonl", ruler_rows(1))
     assert len(plan(config, examples_of(sweep_config(model_folder, other)))) == 1
+
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
+def test_shipped_configurations_are_valid(file):
+    _, options = parse(["sweep", str(file)])
+    config = options["config"]
+    assert config.name.replace("-", "_") == file.stem.replace("-", "_")
+    assert settings_of(config)

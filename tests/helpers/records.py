@@ -63,6 +63,8 @@ def _record(example: Example, press: str, ratio: float, seed: int | None, right:
         compress_ms=3.0,
         decode="batched",
         decode_ms=None,
+        batch_ms=160.0,
+        batch_rows=16,
         generated_tokens=7,
         prediction=f" {example.answers[0]} </script><i>x" if right else " nothing\nof the kind",
         score=50.0 if right else 0.0,

@@ -121,8 +121,8 @@ def test_in_a_browser(folder, browser, width, dark):
 
     # Nothing sticks out sideways, text is of readable size, text and paper are far apart.
     assert run("return document.documentElement.scrollWidth") <= width
-    smallest = "return Math.min(...[...document.querySelectorAll('figure svg text')].map(e => e.getBoundingClientRect().height))"
-    assert run(smallest) >= 8
+    heights = "return [...document.querySelectorAll('figure svg text')].map(e => e.getBoundingClientRect().height)"
+    assert min(run(heights)) >= 8
     ink, paper = (
         sum(map(int, re.findall(r"\d+", run(f"return getComputedStyle(document.body).{name}"))[:3]))
         for name in ("color", "backgroundColor")
