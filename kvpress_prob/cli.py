@@ -18,9 +18,11 @@ from typing import Any, Literal
 
 import yaml
 from jsonargparse import ArgumentParser
+from transformers.utils.logging import disable_progress_bar
 
 from kvpress_prob import PRESSES, __version__
-from kvpress_prob.evaluation.sweep import SweepConfig, run_sweep
+from kvpress_prob.evaluation.config import SweepConfig
+from kvpress_prob.evaluation.sweep import run_sweep
 
 
 def sweep(
@@ -126,6 +128,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
 def main(argv: list[str] | None = None) -> int:
     """Run a subcommand; bad input is one line on standard error and exit code 2."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    disable_progress_bar()  # of loading weights; a sweep has its own
+    logging.getLogger("kvpress.presses.kvzip_press").setLevel(logging.ERROR)  # says at every use that it is slow
     argv = sys.argv[1:] if argv is None else argv
     try:
         command, options = parse(argv)

@@ -14,8 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from kvpress_prob.evaluation.compressors import compressor
 from kvpress_prob.evaluation.decoding import RowBatch
-from kvpress_prob.evaluation.shared_prefill import Compressed, SharedPrefill, compressor
+from kvpress_prob.evaluation.shared_prefill import Compressed, SharedPrefill
 from kvpress_prob.hf import AttentionInputs, RaggedLayer, attention_inputs
 from kvpress_prob.ops import append, weighted_decode
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
+from kvpress_prob.evaluation.config import SweepConfig
 from kvpress_prob.evaluation.sweep import (
-    SweepConfig,
     Unit,
     Worker,
     examples_of,

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from kvpress_prob.cli import main
+from kvpress_prob.evaluation.config import SweepConfig
 from kvpress_prob.evaluation.kvpress_scripts import fetch_scripts, run_kvpress_evaluation
 from kvpress_prob.evaluation.statistics import tabulate
-from kvpress_prob.evaluation.sweep import SweepConfig, run_sweep
+from kvpress_prob.evaluation.sweep import run_sweep
 from kvpress_prob.results import read_records
 from tests.helpers.evaluation import ruler_rows, write_rows
 

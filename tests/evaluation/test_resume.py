@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from kvpress_prob.evaluation.config import SweepConfig
 from kvpress_prob.evaluation.records import RecordWriter, results_folder
-from kvpress_prob.evaluation.sweep import SweepConfig, Worker, examples_of, missing, open_results, plan, run_sweep
+from kvpress_prob.evaluation.sweep import Worker, examples_of, missing, open_results, plan, run_sweep
 from kvpress_prob.results import CONFIG, RECORDS, TIMINGS, Record, read_records, to_line
 from tests.helpers.evaluation import ruler_rows, write_rows
 

@@ -5,8 +5,9 @@ import torch
 from kvpress import ObservedAttentionPress
 
 from kvpress_prob.evaluation.attention_error import DenseQuestion, attention_errors
+from kvpress_prob.evaluation.compressors import compressor, draws
 from kvpress_prob.evaluation.presses import BASELINES, PressSpec, press_names
-from kvpress_prob.evaluation.shared_prefill import SharedPrefill, compressor, draws
+from kvpress_prob.evaluation.shared_prefill import SharedPrefill
 from kvpress_prob.hf import RaggedLayer, cache_bytes
 from tests.helpers.evaluation import half_space_llama
 from tests.helpers.models import tiny_llama, tokens

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from kvpress_prob.cli import parse
-from kvpress_prob.evaluation import shared_prefill
+from kvpress_prob.evaluation import compressors, shared_prefill
+from kvpress_prob.evaluation.config import SweepConfig
 from kvpress_prob.evaluation.presses import NO_PRESS, PressSpec, press_names
-from kvpress_prob.evaluation.sweep import SweepConfig, Worker, examples_of, plan, run_sweep, settings_of
+from kvpress_prob.evaluation.sweep import Worker, examples_of, plan, run_sweep, settings_of
 from kvpress_prob.results import read_config, read_examples, read_records
 from tests.helpers.evaluation import ruler_rows, save_tiny_model, write_rows
 
@@ -98,7 +99,7 @@ def test_one_prefill_for_all_presses(pipe, model_folder, ruler_file, monkeypatch
         PressSpec("prob_min_h", {"temperature": 2.0}),
     ]
     for name in ("H2OPress", "MinVariancePress", "SnapKVPress", "TOVAPress", "KnormPress", "KeyDiffPress"):
-        kind = getattr(shared_prefill, name)
+        kind = getattr(compressors, name)
         score = kind.score
         monkeypatch.setattr(
             kind, "score", lambda self, *args, score=score, name=name: scored.append(name) or score(self, *args)
@@ -207,13 +208,13 @@ def test_options_reach_wrapped_presses():
     assert PressSpec("prob_min", {"temperature": 3.0}).name == "prob_min(temperature=3.0)"
 
 
-@pytest.mark.parametrize("kind", shared_prefill.RATIO_FREE, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", compressors.RATIO_FREE, ids=lambda kind: kind.__name__)
 def test_remembered_scores_do_not_depend_on_the_ratio(pipe, kind):
     ids = torch.randint(3, 99, (1, 120))
     shared = shared_prefill.SharedPrefill.run(pipe.model, ids)
     layer = shared.layers[1]
     scores = []
-    with shared_prefill._rotary_embeddings(pipe.model):
+    with compressors._rotary_embeddings(pipe.model):
         for ratio in (0.1, 0.9):
             press = kind(compression_ratio=ratio)
             press.post_init_from_model(pipe.model)

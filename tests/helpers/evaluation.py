@@ -5,9 +5,9 @@ import string
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from tests.helpers.models import VOCABULARY, build, tiny_llama
+from tests.helpers.models import VOCABULARY, build
 
 SPECIAL = ["<pad>", "<bos>", "<eos>"]
 CHAT_TEMPLATE = "{{ '<bos>' }}{% for message in messages %}[{{ message['content'] }}]{% endfor %}{{ '>' }}"
@@ -32,8 +32,7 @@ def half_space_llama(*, seed: int = 0) -> PreTrainedModel:
     Its fake key is one that every query of a group has a negative product with; random queries have none. The bias sits
     on the coordinates that rotary embedding turns least.
     """
-    plain = tiny_llama(seed=seed)
-    model = build(LlamaForCausalLM, LlamaConfig(**{**plain.config.to_dict(), "attention_bias": True}), "sdpa", seed)
+    model = build("LlamaForCausalLM", seed=seed, attention_bias=True)
     for layer in model.model.layers:
         bias = layer.self_attn.q_proj.bias.data.view(-1, 16)
         bias[:, [6, 7, 14, 15]] = 2.0
