@@ -7,9 +7,11 @@ of other presses::
 
     win_a = 1 / (n - 1)  mean_tasks  mean_examples  #{b != a : score_b <= score_a}
 
-*Intervals*: 95 % percentile intervals of 2,000 resamples of the examples, drawn within tasks. The same resamples serve
-every press, so a difference of two presses has a paired interval. Several seeds of a press are averaged per example
-first (for the win score: the wins are).
+*Intervals*: 95 % percentile intervals of 2,000 resamples of the examples, drawn within tasks. From a task with ``n``
+examples ``n - 1`` are drawn and weighted ``n / (n - 1)``, so that few examples a task do not make the interval too
+narrow (Rao and Wu, Resampling inference with complex survey data, 1988); a task with one example leaves no interval.
+The same resamples serve every press, so a difference of two presses has a paired interval. Several seeds of a press are
+averaged per example first (for the win score: the wins are).
 """
 
 from dataclasses import asdict, dataclass
@@ -92,13 +94,15 @@ def bootstrap_means(
     Returns
     -------
     [resamples, k]
+        NaN if a stratum has one row.
     """
     generator = np.random.default_rng(seed)
     counts = np.zeros((resamples, len(values)))
     for stratum in np.unique(strata):
         members = np.flatnonzero(strata == stratum)
-        share = np.full(len(members), 1 / len(members))
-        counts[:, members] = generator.multinomial(len(members), share, size=resamples)
+        n = len(members)
+        drawn = generator.multinomial(n - 1, np.full(n, 1 / n), size=resamples)
+        counts[:, members] = drawn * (n / (n - 1)) if n > 1 else np.nan
     return (counts * weights) @ values
 
 

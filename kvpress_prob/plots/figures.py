@@ -24,6 +24,8 @@ def score_curves(scores: pd.DataFrame, styles: Styles, task: str = "all") -> Fig
     if len(dense):
         level = float(dense["score"].iloc[0])
         axes.axhline(level, color=styles[DENSE].colour, linewidth=1, gid=f"series-{styles[DENSE].index}")
+    top = float(part["score"].max()) if len(part) else 0.0
+    axes.set_ylim(-0.03 * max(top, 10), 1.08 * max(top, 10))
     return figure
 
 

@@ -65,7 +65,7 @@
   const label = (press) => ({ text: press, value: press });
   const figure = (value, digits = 1, note = "") => ({ text: number(value, digits), value, note });
   const withInterval = (row, key, scale = 1, digits = 1) => row
-    ? figure(row[key] * scale, digits, `[${number(row.low * scale, digits)}, ${number(row.high * scale, digits)}]`)
+    ? figure(row[key] * scale, digits, row.low === null ? "" : `[${number(row.low * scale, digits)}, ${number(row.high * scale, digits)}]`)
     : { text: "–", value: null };
   function markBest(body) {
     for (let column = 1; column < (body[0] || []).length; column++) {
@@ -116,7 +116,7 @@
     const other = choice("other").value;
     const part = tables.differences.filter((row) => row.other === other && row.ratio === Number(choice("ratio").value));
     draw("differences", ["press", "difference", "interval", "reading"], part.map((row) => {
-      const [reading, tone] = row.low > 0 ? ["higher", "good"] : row.high < 0 ? ["lower", "bad"] : ["cannot be told apart", ""];
+      const [reading, tone] = row.low === null ? ["too few examples", ""] : row.low > 0 ? ["higher", "good"] : row.high < 0 ? ["lower", "bad"] : ["cannot be told apart", ""];
       return [label(row.press), figure(row.difference), { text: `[${number(row.low)}, ${number(row.high)}]`, value: row.low }, { text: reading, value: reading, tone }];
     }));
   }

@@ -117,7 +117,7 @@ def _sections(tables: dict[str, Any], styles: dict[str, Style]) -> list[Section]
             )
         )  # fmt: skip
     uneven = [press for press, part in layers.groupby("press", sort=False) if part["layer_ratio"].std() > 0
-              and part.groupby("ratio")["layer_ratio"].std().max() > 1e-3]  # fmt: skip
+              and part.groupby("ratio")["layer_ratio"].std().max() > 0.01]  # fmt: skip
     if uneven:
         panels = [Panel(f"layers_{_file_name(press)}", press, figures.layer_curves(layers, styles, press))
                   for press in uneven]  # fmt: skip

@@ -10,13 +10,13 @@ from tests.helpers.records import PRESSES, RATIOS, TASKS, made_up_run
 
 
 def test_bootstrap_has_the_variance_of_the_stratified_mean():
-    """Var(sum w_i x_i) = sum over strata of n_s w_s^2 var_s, for the empirical variances."""
+    """Var(sum w_i x_i) = sum over strata of n_s w_s^2 var_s, estimated without bias."""
     generator = np.random.default_rng(1)
     strata = np.repeat([0, 1], [30, 10])
     values = generator.normal(size=(40, 1)) * (1 + 3 * strata[:, None]) + 10 * strata[:, None]
     weights = np.where(strata == 0, 0.5 / 30, 0.5 / 10)
     draws = bootstrap_means(values, weights, strata, resamples=20000)
-    variance = sum((strata == s).sum() * weights[strata == s][0] ** 2 * values[strata == s].var(ddof=0) for s in (0, 1))
+    variance = sum((strata == s).sum() * weights[strata == s][0] ** 2 * values[strata == s].var(ddof=1) for s in (0, 1))
     assert draws.mean() == pytest.approx(float((weights @ values)[0]), abs=4 * np.sqrt(variance / 20000))
     assert draws.var() == pytest.approx(variance, rel=4 * np.sqrt(2 / 20000))
 
@@ -32,10 +32,17 @@ def test_intervals_cover():
     assert 0.94 - 4 * np.sqrt(0.95 * 0.05 / trials) < covered <= 0.99
 
 
+def test_a_single_example_has_no_interval():
+    draws = bootstrap_means(np.ones((3, 1)), np.full(3, 1 / 3), np.array([0, 0, 1]))
+    assert np.isnan(draws).all()
+    _, _, records = made_up_run(1)
+    assert tabulate(records).scores[["low", "high"]].isna().all(axis=None)
+
+
 def test_resamples_are_paired():
     values = np.random.default_rng(0).normal(size=(20, 1))
-    draws = bootstrap_means(np.hstack([values, values + 1]), np.full(20, 1 / 20), np.zeros(20))
-    np.testing.assert_allclose(draws[:, 1] - draws[:, 0], 1)
+    draws = bootstrap_means(np.hstack([values, 2 * values]), np.full(20, 1 / 20), np.zeros(20))
+    np.testing.assert_allclose(draws[:, 1], 2 * draws[:, 0])
 
 
 def test_win_shares_by_hand():
