@@ -24,7 +24,7 @@ from kvpress import (
     TOVAPress,
 )
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, Gemma3ForConditionalGeneration, PreTrainedModel
 
 from kvpress_prob.evaluation.shared_prefill import Compressed, Costs, MaskedIndices, SharedPrefill, copied
 from kvpress_prob.hf import LayerPrefill, cache_bytes
@@ -56,11 +56,17 @@ def compressor(press: BasePress | None, shared: SharedPrefill) -> Compressor:
     """How to compress copies of ``shared`` with a press; None is no press.
 
     The press object is used up: nobody else may use it afterwards.
+
+    Raises
+    ------
+    ValueError
+        If kvpress would let the press compress sliding-window layers too, which a shared prefill does not.
     """
     if press is None:
         return _Dense(shared)
     if isinstance(press, ProbabilisticPress):
         return _Probabilistic(press, shared)
+    _check_layers(press, shared)
     if isinstance(press, KVzipPress):
         return _KVzip(press, shared)
     return _Hooks(press, shared)
@@ -69,6 +75,16 @@ def compressor(press: BasePress | None, shared: SharedPrefill) -> Compressor:
 def draws(press: BasePress | None) -> bool:
     """Whether the outcome depends on the seed."""
     return isinstance(press, ProbabilisticPress) or not _is_ratio_free(press, (*RATIO_FREE, *SEED_FREE))
+
+
+def _check_layers(press: BasePress, shared: SharedPrefill) -> None:
+    model = shared.prefill.model
+    layers = len(decoder_of(model).layers)
+    if len(shared.layers) < layers and not isinstance(model, Gemma3ForConditionalGeneration):
+        raise ValueError(
+            f"press must be one of this package's for a model with sliding-window layers, got {type(press).__name__}, "
+            f"which compresses all {layers} layers of {type(model).__name__}"
+        )
 
 
 class _Dense:

@@ -126,9 +126,9 @@ def _matrix(frame: pd.DataFrame, value: str) -> pd.DataFrame:
 
 def _scores(frame: pd.DataFrame) -> pd.DataFrame:
     columns = ["press", "ratio", "task", "score", "low", "high", "examples"]
-    if frame.empty:
-        return pd.DataFrame(columns=columns)
     matrix = _matrix(frame, "score")
+    if matrix.empty:
+        return pd.DataFrame(columns=columns)
     tasks = matrix.index.get_level_values("task").to_numpy()
     rows = []
     for task in [ALL, *pd.unique(tasks)]:
@@ -168,12 +168,12 @@ def _wins(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _differences(frame: pd.DataFrame) -> pd.DataFrame:
     columns = ["press", "other", "ratio", "difference", "low", "high"]
-    if frame.empty:
-        return pd.DataFrame(columns=columns)
     matrix = _matrix(frame, "score")
+    if matrix.empty:
+        return pd.DataFrame(columns=columns)
     dense = matrix[(DENSE, 0.0)] if (DENSE, 0.0) in matrix.columns else None
     tasks = matrix.index.get_level_values("task").to_numpy()
-    weights = np.full(len(matrix), 1 / max(len(matrix), 1))
+    weights = np.full(len(matrix), 1 / len(matrix))
     rows = []
     for ratio in dict.fromkeys(ratio for press, ratio in matrix.columns if press != DENSE):
         part = matrix.xs(ratio, axis=1, level="ratio").drop(columns=DENSE, errors="ignore")
@@ -215,9 +215,9 @@ def _layers(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _errors(frame: pd.DataFrame) -> pd.DataFrame:
     columns = ["press", "ratio", "error", "low", "high", "error_abs"]
-    if frame.empty:
-        return pd.DataFrame(columns=columns)
     matrix, absolute = (_matrix(frame, name) for name in ("attention_error", "attention_error_abs"))
+    if matrix.empty:
+        return pd.DataFrame(columns=columns)
     weights = np.full(len(matrix), 1 / len(matrix))
     tasks = matrix.index.get_level_values("task").to_numpy()
     low, high = interval(bootstrap_means(matrix.to_numpy(), weights, tasks))

@@ -2,15 +2,16 @@
 
 import pytest
 import torch
-from kvpress import ObservedAttentionPress
+from kvpress import KVPressTextGenerationPipeline, ObservedAttentionPress
 
 from kvpress_prob.evaluation.attention_error import DenseQuestion, attention_errors
 from kvpress_prob.evaluation.compressors import compressor, draws
+from kvpress_prob.evaluation.decoding import RowBatch, decode_batch, decode_single
 from kvpress_prob.evaluation.presses import BASELINES, PressSpec, press_names
 from kvpress_prob.evaluation.shared_prefill import SharedPrefill
 from kvpress_prob.hf import RaggedLayer, cache_bytes
-from tests.helpers.evaluation import half_space_llama
-from tests.helpers.models import tiny_llama, tokens
+from tests.helpers.evaluation import character_tokenizer, half_space_llama
+from tests.helpers.models import tiny_gemma3, tiny_llama, tokens
 from tests.helpers.oracle import biases_of
 
 
@@ -65,6 +66,36 @@ def test_global_random_state_is_untouched(shared):
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
+@pytest.mark.parametrize("name", ["no_press", "prob_best", "prob_min"])
+def test_sliding_window_layers_stay_dense(name):
+    """Six layers of which one has full attention; batched and single decoding equal kvpress' pipeline."""
+    pipe = KVPressTextGenerationPipeline(model=tiny_gemma3(attn="sdpa"), tokenizer=character_tokenizer())
+    context, question = "One two three four five six seven. " * 3, "What? "
+    inputs = pipe.preprocess(context, [question], "", 10**9)
+    shared = SharedPrefill.run(pipe.model, inputs["context_ids"])
+    one = compressor(PressSpec(name).build(), shared)
+    rows = [one.compress(ratio, 0) for ratio in (0.3, 0.8)]
+    for row in rows:
+        assert len(row.layer_ratios) == 1
+        assert torch.equal(row.cache.layers[0].keys, shared.prefill.cache.layers[0].keys)
+    ids = inputs["questions_ids"][0]
+    batched = decode_batch(pipe, RowBatch(shared, rows, 32), ids, 12)
+    for ratio, row, answer in zip((0.3, 0.8), rows, batched, strict=True):
+        press = PressSpec(name).build()
+        if press is not None:
+            press.compression_ratio = ratio
+        alone = pipe(context, question=question, press=press, max_new_tokens=12)["answer"]
+        assert answer.text == alone
+        assert decode_single(pipe, row, shared.tokens, ids, 12).text == alone
+
+
+@pytest.mark.parametrize("name", ["snapkv", "adakv_snapkv", "kvzip"])
+def test_presses_that_would_compress_sliding_layers_are_refused(name):
+    shared = SharedPrefill.run(tiny_gemma3(attn="sdpa"), tokens(90))
+    with pytest.raises(ValueError, match="press must be one of this package's for a model with sliding-window layers"):
+        compressor(PressSpec(name).build(), shared)
+
+
 @pytest.mark.parametrize("name", ["prob_min_h", "prob_best", "snapkv", "adakv_snapkv", "no_press"])
 def test_attention_error_against_the_oracle(name):
     """Error of the first layer, by float64 attention over the full keys with a bias per entry."""
@@ -109,3 +140,26 @@ def _bias(row, shared, index) -> torch.Tensor:
     bias = torch.nn.functional.pad(bias.double(), (0, 6)).repeat_interleave(2, 1)
     assert bias.shape == (1, 4, t + 6)
     return bias.unsqueeze(2)
+
+
+@pytest.mark.parametrize("kind", ["first token", "later token", "list", "none"])
+def test_end_of_sequence_by_kvpress_rules(pipe, shared, monkeypatch, kind):
+    """As the first token it ends nothing; later it ends the answer; several or none are understood."""
+    question = tokens(9, seed=4)
+    rows = [compressor(PressSpec("prob_best").build(), shared).compress(0.5, seed) for seed in range(6)]
+    monkeypatch.setattr(pipe.model.generation_config, "eos_token_id", None)
+    batch = RowBatch(shared, rows, 40)
+    free = [answer.text for answer in decode_batch(pipe, batch, question, 16)]
+    first = [pipe.tokenizer.encode(answer.text) for answer in decode_batch(pipe, batch, question, 1)]
+    ids = [pipe.tokenizer.encode(text) for text in free]
+    visible = next(token for (token,) in filter(None, first))
+    eos = {"first token": visible, "later token": ids[0][3], "list": [ids[0][4], ids[1][2]], "none": None}[kind]
+    monkeypatch.setattr(pipe.model.generation_config, "eos_token_id", eos)
+    want = [decode_single(pipe, row, shared.tokens, question, 16) for row in rows]
+    got = decode_batch(pipe, batch, question, 16)
+    assert [(answer.text, answer.tokens) for answer in got] == [(answer.text, answer.tokens) for answer in want]
+    texts = [answer.text for answer in got]
+    if kind == "first token":
+        assert [text for text in texts if text.startswith(pipe.tokenizer.decode([eos])) and len(text) > 1]
+    else:
+        assert (kind == "none") == (free == texts)

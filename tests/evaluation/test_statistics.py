@@ -108,6 +108,12 @@ def test_unfinished_runs_compare_what_is_complete():
     kept = [record for record in records if not (record.example == examples[-1].name and record.press == "knorm")]
     tables = tabulate(kept)
     assert set(tables.scores.query("task == 'all'")["examples"]) == {len(examples) - 1}
+    apart = [record for record in records if (record.press == "knorm") == (record.example == examples[0].name)]
+    tables = tabulate(apart)
+    assert tables.scores.empty
+    assert tables.wins.empty
+    assert tables.differences.empty
+    assert len(tables.budgets)
 
 
 def test_runs_without_answers_or_errors():
