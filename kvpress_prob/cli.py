@@ -1,1 +1,207 @@
-"""Floor 6: the command line. Parses, calls, prints."""
+"""Floor 6: the command line. Parses, calls, prints.
+
+A subcommand is a function in ``COMMANDS``: its signature gives the options, its docstring the help. A first parameter
+called ``config`` is a dataclass, read from a YAML file: ``kvpress-prob COMMAND FILE --FIELD VALUE``, where the command
+line wins over the file and the file over defaults. A parameter called ``arguments`` takes what follows ``--``.
+"""
+
+import inspect
+import logging
+import re
+import sys
+import traceback
+from argparse import ArgumentError
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from jsonargparse import ArgumentParser
+from transformers.utils.logging import disable_progress_bar
+
+from kvpress_prob import PRESSES, __version__
+from kvpress_prob.evaluation.config import SweepConfig
+from kvpress_prob.evaluation.sweep import run_sweep
+
+
+def sweep(
+    config: SweepConfig,
+    output: Path = Path("results"),
+    engine: Literal["local", "ray"] = "local",
+    workers: int = 2,
+    ray_address: str | None = None,
+    gpus_per_worker: float = 0,
+    report: bool = True,
+) -> None:
+    """Run presses x ratios x seeds over examples, one prefill a context; continue where an earlier run stopped.
+
+    Parameters
+    ----------
+    config
+        What to compute.
+    output
+        Results go to a folder inside, named by the configuration's hash.
+    engine
+        This process, or Ray actors.
+    workers
+        Number of Ray actors.
+    ray_address
+        "auto" joins a running cluster; by default one is started on this machine.
+    gpus_per_worker
+        GPUs of a Ray actor.
+    report
+        Write report.html and figures into the results folder at the end.
+    """
+    if engine == "ray":
+        from kvpress_prob.evaluation.ray_engine import run_sweep_on_ray
+
+        folder = run_sweep_on_ray(config, output, workers=workers, address=ray_address, gpus_per_worker=gpus_per_worker)
+    else:
+        folder = run_sweep(config, output)
+    print(folder)
+    if report:
+        write_report(folder)
+
+
+def write_report(results: Path) -> None:
+    """Write report.html, figures (PNG) and tables (CSV) from the records of a results folder.
+
+    Parameters
+    ----------
+    results
+        A folder that ``sweep`` has written, complete or not.
+    """
+    from kvpress_prob.evaluation.statistics import tabulate
+    from kvpress_prob.plots import write_report as write
+    from kvpress_prob.results import read_config, read_examples, read_records
+
+    records = read_records(results)
+    print(write(results, read_config(results), read_examples(results), records, vars(tabulate(records))))
+
+
+def evaluate(
+    arguments: list[str], kvpress_evaluation: Path | None = None, data: Path | None = None, seed: int = 0
+) -> None:
+    """Run kvpress' own evaluation script with this package's presses: kvpress-prob eval [options] -- ITS ARGUMENTS.
+
+    Parameters
+    ----------
+    arguments
+        The script's arguments.
+    kvpress_evaluation
+        kvpress' evaluation folder; by default that of the installed version, downloaded once.
+    data
+        A parquet or JSON Lines file, or a folder of them, in place of the Hub's data.
+    seed
+        Seed of this package's presses.
+    """
+    from kvpress_prob.evaluation.kvpress_scripts import run_kvpress_evaluation
+
+    run_kvpress_evaluation(arguments, scripts=kvpress_evaluation, data=data, seed=seed)
+
+
+def list_names() -> None:
+    """List presses and tasks by name."""
+    from kvpress_prob.evaluation import generator
+    from kvpress_prob.evaluation.presses import BASELINES, NO_PRESS
+    from kvpress_prob.evaluation.tasks import LONGBENCH_TASKS, RULER_TASKS
+
+    for title, names in (
+        ("presses of this package", PRESSES),
+        ("baselines", [NO_PRESS, *BASELINES]),
+        ("RULER tasks", RULER_TASKS),
+        ("RULER tasks that can be generated", generator.TASKS),
+        ("LongBench tasks", LONGBENCH_TASKS),
+    ):
+        print(f"{title}:", *names, sep="\n  ")
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "sweep": sweep,
+    "report": write_report,
+    "eval": evaluate,
+    "list": list_names,
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a subcommand; bad input is one line on standard error and exit code 2."""
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    disable_progress_bar()  # of loading weights; a sweep has its own
+    logging.getLogger("kvpress.presses.kvzip_press").setLevel(logging.ERROR)  # says at every use that it is slow
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        command, options = parse(argv)
+        command(**options)
+    except (ArgumentError, ValueError, TypeError, ModuleNotFoundError) as error:
+        if "--traceback" in argv:
+            traceback.print_exc()
+        print("kvpress-prob: error:", " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse(argv: list[str]) -> tuple[Callable[..., None], dict[str, Any]]:
+    """The chosen function and its arguments; raises ``ArgumentError`` for what does not fit its signature."""
+    place = argv.index("--") if "--" in argv else len(argv)
+    argv, arguments = argv[:place], argv[place + 1 :]
+    parser = ArgumentParser(
+        prog="kvpress-prob",
+        version=__version__,
+        exit_on_error=False,
+        description=("Probabilistic KV-cache eviction: evaluation and demo. 'kvpress-prob COMMAND --help' tells more."),
+    )
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    subcommands = parser.add_subcommands(dest="command")
+    for name, function in COMMANDS.items():
+        summary = (inspect.getdoc(function) or "").partition("\n")[0]
+        sub = ArgumentParser(exit_on_error=False, description=summary)
+        sub.add_function_arguments(function, as_group=False, as_positional=True, skip={"arguments"})
+        subcommands.add_subcommand(name, sub, help=summary)
+    parsed = parser.instantiate(parser.parse_args(_spelt_out(argv)))
+    command = COMMANDS[parsed.command]
+    options = vars(parsed[parsed.command])
+    takes = "arguments" in inspect.signature(command).parameters
+    if arguments and not takes:
+        raise ValueError(f"{parsed.command} takes nothing after --, got {arguments}")
+    return command, {**options, "arguments": arguments} if takes else options
+
+
+def _spelt_out(argv: list[str]) -> list[str]:
+    """The command line as the parser wants it: underscores in option names, and ``config`` before its fields.
+
+    ``sweep FILE --max-context-tokens 9`` becomes ``sweep --config FILE --config.max_context_tokens 9``.
+    """
+    place = next((place for place, word in enumerate(argv) if word in COMMANDS), len(argv))
+    head, tail = argv[: place + 1], argv[place + 1 :]
+    tail = [_dashes.sub(lambda match: match[0].replace("-", "_"), word) for word in tail]
+    config = inspect.signature(COMMANDS[argv[place]]).parameters.get("config") if place < len(argv) else None
+    if config is None:
+        return head + tail
+    names = [field.name for field in fields(config.annotation)]
+    if tail and not tail[0].startswith("-"):
+        _check_file(Path(tail[0]), names)
+        tail = ["--config", *tail]
+    known = tuple(f"--{name}" for name in names)
+    return head + [f"--config.{word[2:]}" if word.partition("=")[0] in known else word for word in tail]
+
+
+_dashes = re.compile(r"(?<=^--)[^=]+")
+
+
+def _check_file(path: Path, names: list[str]) -> None:
+    """``ValueError`` unless the file is a YAML mapping of the given names."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"config must be a YAML file, got '{path}': {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"config must be a YAML file of keys and values, got '{path}'")
+    for key in values:
+        if key not in names:
+            raise ValueError(f"keys of '{path}' must be among {names}, got {key!r}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -62,8 +62,13 @@ class Compression:
         )
         self.take_all.append(take_all)
 
+    def complete(self, prefill: Prefill) -> None:
+        """Gather what needs the finished prefill; call once before ``pack``. Proposals from prefill rows need nothing
+        more."""
+
     def end(self, prefill: Prefill) -> None:
         """Compress the prefill's own cache and write the press' report."""
+        self.complete(prefill)
         self.press.report = self.pack(prefill, self.press.compression_ratio, self.press.seed)
 
     def pack(self, prefill: Prefill, compression_ratio: float, seed: int | None) -> CompressionReport:

@@ -1,0 +1,107 @@
+"""The presses of an evaluation: this package's by their registry names, and kvpress' as baselines.
+
+Baselines have the names and settings of kvpress' own evaluation registry, so that ``eval`` and ``sweep`` mean the same
+by a name. Two are added: ``h2o``, kvpress' ObservedAttentionPress without eager attention, and
+``expected_attention_topk``, which really evicts where kvpress' ``expected_attention`` (inside AdaKV) masks.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from kvpress import (
+    AdaKVPress,
+    BasePress,
+    CompactorPress,
+    ExpectedAttentionPress,
+    KeyDiffPress,
+    KnormPress,
+    KVzipPress,
+    SnapKVPress,
+    StreamingLLMPress,
+    TOVAPress,
+)
+
+from kvpress_prob.presses import PRESSES, H2OPress, make_press
+
+NO_PRESS = "no_press"
+BASELINES: dict[str, Callable[[], BasePress]] = {
+    "snapkv": SnapKVPress,
+    "tova": TOVAPress,
+    "streaming_llm": StreamingLLMPress,
+    "knorm": KnormPress,
+    "h2o": lambda: H2OPress(average=True),
+    "keydiff": KeyDiffPress,
+    "expected_attention_topk": ExpectedAttentionPress,
+    "compactor": CompactorPress,
+    "expected_attention": lambda: AdaKVPress(ExpectedAttentionPress(epsilon=1e-2)),
+    "adakv_snapkv": lambda: AdaKVPress(SnapKVPress()),
+    "kvzip": KVzipPress,
+}
+
+
+def press_names() -> list[str]:
+    """All names that a configuration may use."""
+    return [NO_PRESS, *PRESSES, *BASELINES]
+
+
+@dataclass(frozen=True)
+class PressSpec:
+    """One press of a sweep.
+
+    Parameters
+    ----------
+    press : str
+        One of ``press_names()``. ``no_press`` is the dense cache.
+    options : dict
+        Fields of the press to change; ``press.max_rows`` reaches into a wrapped press.
+    label : str, optional
+        How results call it. Default: the name, with the options in brackets.
+    """
+
+    press: str
+    options: dict[str, bool | int | float | str | None] = field(default_factory=dict)
+    label: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The label."""
+        if self.label is not None:
+            return self.label
+        options = ", ".join(f"{key}={value}" for key, value in self.options.items())
+        return f"{self.press}({options})" if options else self.press
+
+    def build(self) -> BasePress | None:
+        """A new press; None for ``no_press``.
+
+        Raises
+        ------
+        ValueError
+            For an unknown name or option, or a value that the press refuses.
+        """
+        if self.press not in press_names():
+            raise ValueError(f"press must be one of {press_names()}, got {self.press!r}")
+        if self.press == NO_PRESS:
+            if self.options:
+                raise ValueError(f"options of {NO_PRESS} must be empty, got {self.options}")
+            return None
+        press = make_press(self.press) if self.press in PRESSES else BASELINES[self.press]()
+        try:
+            return _changed(press, self.options)
+        except AssertionError as error:  # how kvpress' presses refuse a value
+            raise ValueError(f"options of {self.press} must be valid, got {self.options}: {error}") from error
+
+
+def _changed(press: Any, options: dict[str, Any]) -> Any:
+    """The press with other field values, checked by its own ``__post_init__``."""
+    allowed = [entry.name for entry in fields(press) if entry.init and not entry.name.startswith("_")]
+    values: dict[str, Any] = {}
+    for key, value in options.items():
+        name, _, rest = key.partition(".")
+        if name not in allowed or name in ("seed", "compression_ratio") or (rest and name != "press"):
+            raise ValueError(
+                f"options of {type(press).__name__} must be among {allowed} (a sweep sets "
+                f"compression_ratio and seed itself), got {key!r}"
+            )
+        values[name] = _changed(values.get(name, getattr(press, name)), {rest: value}) if rest else value
+    return replace(press, **values)

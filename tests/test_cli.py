@@ -1,0 +1,119 @@
+"""The command line: what works, and one line with exit code 2 for what does not."""
+
+import json
+from dataclasses import dataclass
+
+import pytest
+from transformers.utils import logging
+
+from kvpress_prob import cli
+from tests.helpers.evaluation import ruler_rows, save_tiny_model, write_rows
+
+CONFIG = """
+name: small
+model: {model}
+data: {data}
+presses: [no_press, {{press: prob_best, options: {{temperature: 2}}, label: warm}}, snapkv]
+ratios: [0.5]
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    logging.disable_progress_bar()
+    folder = tmp_path_factory.mktemp("cli")
+    model = save_tiny_model(folder / "model")
+    data = write_rows(folder / "rows.jsonl", ruler_rows())
+    (folder / "sweep.yaml").write_text(CONFIG.format(model=model, data=data))
+    return folder
+
+
+def test_sweep_and_report(files, tmp_path, capsys):
+    command = ["sweep", str(files / "sweep.yaml"), "--ratios", "[0.3, 0.6]", "--examples-per-task=1",
+               "--output", str(tmp_path / "out")]  # fmt: skip
+    assert cli.main(command) == 0
+    (folder,) = (tmp_path / "out").iterdir()
+    assert str(folder / "report.html") in capsys.readouterr().out
+    saved = json.loads((folder / "config.json").read_text())
+    assert (saved["ratios"], saved["examples_per_task"]) == ([0.3, 0.6], 1)
+    assert saved["presses"][1]["label"] == "warm"
+    assert len((folder / "records.jsonl").read_text().splitlines()) == 2 * (1 + 2 * 2)
+    (folder / "report.html").unlink()
+    assert cli.main(["report", str(folder)]) == 0
+    assert (folder / "report.html").exists()
+
+
+def test_list(capsys):
+    assert cli.main(["list"]) == 0
+    words = capsys.readouterr().out.split()
+    assert {"prob_best", "snapkv", "kvzip", "no_press", "niah_multikey_3", "qasper"} <= set(words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sweep", "{sweep}", "--presses", "[snap]"], "press must be one of ['no_press', 'prob_min'"),
+        (["sweep", "{sweep}", "--tasks", "[niah]"], "tasks must be among ['niah_single_1'"),
+        (["sweep", "{sweep}", "--tasks", "[cwe]"], "tasks must be among ['niah_single_1', 'vt'] of"),
+        (["sweep", "{sweep}", "--ratios", "[1.5]"], "ratios must be in [0, 1), got 1.5"),
+        (["sweep", "{sweep}", "--benchmark", "loogle"], "Expected a typing.Literal['ruler', 'longbench']"),
+        (["sweep", "{sweep}", "--benchmark", "longbench"], "got none called ['answers']"),
+        (["sweep", "{sweep}", "--model", "/no/where"], "model must be 'smollm2-demo', a Hub name or a folder"),
+        (["sweep", "{sweep}", "--data", "{empty}"], "data must have rows, got none"),
+        (["sweep", "{sweep}", "--engine", "dask"], "Expected a typing.Literal['local', 'ray']"),
+        (["sweep", "{sweep}", "--engine", "ray", "--workers", "0"], "workers must be at least 1, got 0"),
+        (["sweep", "{bad_key}"], "must be among ['name', 'model', 'presses', 'ratios'"),
+        (["sweep", "{bad_yaml}"], "config must be a YAML file, got"),
+        (["sweep", "{bad_list}"], "config must be a YAML file of keys and values"),
+        (["sweep", "{missing}"], "config must be a YAML file, got"),
+        (["sweep"], "the following arguments are required: sweep.config.name"),
+        (["report", "{missing}"], "must be a results folder, got no records.jsonl"),
+        (["sweeep"], "invalid choice: 'sweeep' (choose from"),
+        (["list", "--", "x"], "list takes nothing after --, got ['x']"),
+    ],
+)
+def test_bad_input(files, tmp_path, capsys, monkeypatch, arguments, message):
+    names = {"sweep": files / "sweep.yaml", "missing": tmp_path / "nothing"}
+    for name, text in (("bad_key", "nmae: x\n"), ("bad_yaml", "a: [b\n"), ("bad_list", "- 3\n"), ("empty", "")):
+        names[name] = tmp_path / f"{name}.jsonl"
+        names[name].write_text(text)
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([argument.format(**names) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("kvpress-prob: error: ")
+    assert captured.err.count("\n") == 1
+    assert message in captured.err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_traceback_on_request(capsys):
+    assert cli.main(["--traceback", "report", "/no/where"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_new_subcommand_is_one_function(monkeypatch):
+    @dataclass
+    class Options:
+        size: int = 3
+
+    called = {}
+
+    def bench(config: Options, arguments: list[str], dry_run: bool = False) -> None:
+        """Measure.
+
+        Parameters
+        ----------
+        config
+            What.
+        arguments
+            More.
+        dry_run
+            Do nothing.
+        """
+        called.update(config=config, arguments=arguments, dry_run=dry_run)
+
+    monkeypatch.setitem(cli.COMMANDS, "bench", bench)
+    assert cli.main(["bench", "--size", "4", "--dry-run", "true", "--", "-x", "--y=1"]) == 0
+    assert called == {"config": Options(4), "arguments": ["-x", "--y=1"], "dry_run": True}
