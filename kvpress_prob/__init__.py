@@ -4,22 +4,31 @@ decoding."""
 from kvpress_prob.hf import DecodingBudget, load_compressed, save_compressed
 from kvpress_prob.presses import (
     PRESSES,
+    AttentionPress,
+    Component,
     CompressionReport,
     H2OPress,
     MinVariancePress,
     ProbabilisticPress,
     make_press,
 )
+from kvpress_prob.sources import ExpectedQueries, Lookahead, PrefillRows, Reconstruction
 
 __version__ = "0.1.0"
 
 __all__ = [
     "PRESSES",
+    "AttentionPress",
+    "Component",
     "CompressionReport",
     "DecodingBudget",
+    "ExpectedQueries",
     "H2OPress",
+    "Lookahead",
     "MinVariancePress",
+    "PrefillRows",
     "ProbabilisticPress",
+    "Reconstruction",
     "__version__",
     "load_compressed",
     "make_press",

@@ -29,11 +29,12 @@ from transformers import DynamicCache, Gemma3ForConditionalGeneration, PreTraine
 from kvpress_prob.evaluation.shared_prefill import Compressed, Costs, MaskedIndices, SharedPrefill, copied
 from kvpress_prob.hf import LayerPrefill, cache_bytes
 from kvpress_prob.hf.prefill import decoder_of
-from kvpress_prob.presses import H2OPress, MinVariancePress, ProbabilisticPress
+from kvpress_prob.presses import AttentionPress, H2OPress, MinVariancePress, ProbabilisticPress
 from kvpress_prob.presses.compression import Compression
 
 RATIO_FREE = (
-    ExpectedAttentionPress, H2OPress, KeyDiffPress, KnormPress, MinVariancePress, SnapKVPress, TOVAPress,
+    AttentionPress, ExpectedAttentionPress, H2OPress, KeyDiffPress, KnormPress, MinVariancePress, SnapKVPress,
+    TOVAPress,
 )  # fmt: skip
 """Scorers whose scores depend on neither ratio nor seed. Others are scored anew for every row, which is always right:
 StreamingLLM's scores know the ratio, Compactor's the ratio and the random state."""
@@ -41,7 +42,7 @@ SEED_FREE = (KVzipPress, StreamingLLMPress)
 """Presses whose outcome depends on the ratio but not on the seed."""
 DRAW_ONLY = {
     "sampler": "systematic", "correction": "none", "temperature": 1.0, "allocation": "global",
-    "budget_weighting": "uniform", "seed": None, "compression_ratio": 0.0,
+    "budget_weighting": "uniform", "combine": "max", "calibrate": False, "seed": None, "compression_ratio": 0.0,
 }  # fmt: skip
 """Fields of ``ProbabilisticPress`` that matter when drawing and not when gathering, with any valid values."""
 
@@ -116,7 +117,8 @@ class _Probabilistic:
     def _gathered(self, ratio: float, costs: Costs) -> Compression:
         """This press' proposals; shared with presses that differ only in how they draw from them."""
         # Some scorers score differently at different ratios.
-        self.press.press.compression_ratio = 0.0 if type(self.press.press) in RATIO_FREE else ratio
+        free = all(type(component.press) in RATIO_FREE for component in self.press.components)
+        self.press.prepare_scorers(0.0 if free else ratio)
         key = repr(replace(self.press, **DRAW_ONLY))
         if key not in self.shared.gathered:
             self.press.compression_ratio = ratio
@@ -124,7 +126,7 @@ class _Probabilistic:
             with costs.clock("spent_ms", self.shared.device), _rotary_embeddings(self.shared.prefill.model):
                 for layer in self.shared.layers:
                     compression.layer(layer)
-                compression.complete(replace(self.shared.prefill, cache=self.shared.copy_cache()))
+                compression.complete(self.shared.prefill)
             self.shared.gathered[key] = compression, costs.spent_ms
         compression, costs.score_ms = self.shared.gathered[key]
         mine = copy.copy(compression)

@@ -128,6 +128,8 @@ class AttentionObserver(Protocol):
 _WATCHED: WeakKeyDictionary[nn.Module, AttentionObserver] = WeakKeyDictionary()
 """Attention modules of the models that are being watched right now."""
 _ENTRY = threading.Lock()
+_OF_THREAD = threading.local()
+"""``observers``: what takes the place of ``_WATCHED`` in one thread."""
 
 
 def decoder_of(model: PreTrainedModel) -> Any:
@@ -380,20 +382,19 @@ def named_attention(modules: list[Any]) -> Iterator[None]:
 
 @contextmanager
 def attention_observer(modules: list[Any], observer: "AttentionObserver") -> Iterator[None]:
-    """Let ``observer`` see, and if it wants to compute, the modules' attention for the length of the block."""
-    with _ENTRY:
-        before = {module: _WATCHED.get(module) for module in modules}
-        _WATCHED.update(dict.fromkeys(modules, observer))
+    """Let ``observer`` see, and if it wants to compute, what the modules attend in this thread for the length of the
+    block; whoever watches them otherwise does not. Other threads are left alone."""
+    before = _observers()
+    _OF_THREAD.observers = {**before, **dict.fromkeys(modules, observer)}
     try:
         with named_attention(modules):
             yield
     finally:
-        with _ENTRY:
-            for module, previous in before.items():
-                if previous is None:
-                    _WATCHED.pop(module, None)
-                else:
-                    _WATCHED[module] = previous
+        _OF_THREAD.observers = before
+
+
+def _observers() -> dict[nn.Module, AttentionObserver]:
+    return getattr(_OF_THREAD, "observers", {})
 
 
 def _record_and_attend(
@@ -406,7 +407,7 @@ def _record_and_attend(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The registered attention function: note the query, then attend as configured."""
-    observer = _WATCHED.get(module)
+    observer = _observers().get(module) or _WATCHED.get(module)
     if observer is not None:
         inputs = None if _is_sliding(module, kwargs) else _attention_inputs(query, kwargs, base)
         output = observer.attend(module, inputs, key, value, attention_mask)

@@ -6,7 +6,6 @@ tensors, so the prefill's cache is the same, to the bit and to the storage, befo
 """
 
 import copy
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -96,16 +95,14 @@ def repeated(prefill: Prefill, times: int) -> Prefill:
 
 
 class _Pass:
-    """Hands the attention of the thread that runs the pass to ``attend``; other threads on the model attend as
-    configured."""
+    """Hands the attention of full-attention layers to ``attend``."""
 
     def __init__(self, attend: Attend):
         self.attend_layer = attend
-        self.thread = threading.get_ident()
 
     def attend(
         self, module: nn.Module, inputs: AttentionInputs | None, key: Tensor, value: Tensor, mask: Tensor | None
     ) -> Tensor | None:
-        if inputs is None or threading.get_ident() != self.thread:
+        if inputs is None:
             return None
         return self.attend_layer(int(module.layer_idx), inputs, key, value)  # pyright: ignore[reportArgumentType]

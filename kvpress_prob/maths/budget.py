@@ -5,12 +5,14 @@ problem)::
 
     E[J(m)] = sum_i 1 - (1 - pi_i)^m = sum_i -expm1(m log1p(-pi_i))
 
-and a systematic sample keeps entry ``i`` with probability ``q_i = min(1, lambda a_i)``. Both expectations increase in
-their one unknown, so each is solved by doubling and bisection. Heads that share one unknown form a *group*: all heads
+a systematic sample keeps entry ``i`` with probability ``q_i = min(1, lambda a_i)``, and the union of several samples
+with ``1 - prod_k (1 - q_ki)``. All expectations increase in
+their one unknown, so each is solved by bisection. Heads that share one unknown form a *group*: all heads
 of a model (``allocation="global"``, Algorithm 2 of the paper), the heads of a layer, or a single head.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from jaxtyping import Float, Int
@@ -131,3 +133,52 @@ def solve_inclusion(
     support = group_sum((weights > 0).sum(-1).double(), group, groups)
     whole = (target >= support)[group].unsqueeze(-1) & (weights > 0)
     return torch.where(whole, 1, q)
+
+
+def union_inclusion(
+    parts: Sequence[Float[Tensor, "h t"]], group: Int[Tensor, " h"], target: Float[Tensor, " g"]
+) -> Float[Tensor, "h t"]:
+    """Inclusion probabilities of the union of independent draws, ``1 - prod_k (1 - min(1, c q_k))``, with one ``c`` per
+    group and a given total.
+
+    The parts' totals add up to the target and their draws overlap, so ``c >= 1`` hands the overlap back to all of them
+    in proportion.
+
+    Parameters
+    ----------
+    parts : sequence of Float[Tensor, "h t"]
+        Inclusion probabilities ``q_k`` of every draw alone (``solve_inclusion``), float64.
+    group : Int[Tensor, "h"]
+        Group of each head, 0 to g - 1.
+    target : Float[Tensor, "g"]
+        Wanted sum over each group. Targets above the union's support keep the whole support.
+
+    Returns
+    -------
+    Float[Tensor, "h t"]
+        float64; a single part comes back as it is.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    groups = len(target)
+
+    def union(factor: Tensor) -> Tensor:
+        missed = torch.ones_like(parts[0])
+        for q in parts:
+            missed = missed * (1 - (factor[group].unsqueeze(-1) * q).clamp(max=1))
+        return 1 - missed
+
+    def total(factor: Tensor) -> Tensor:
+        return group_sum(union(factor).sum(-1), group, groups)
+
+    # Bisection on log c, from 1 to where the smallest probability saturates.
+    smallest = torch.full((groups,), torch.inf, dtype=torch.float64, device=group.device)
+    for q in parts:
+        smallest = smallest.scatter_reduce(0, group, torch.where(q > 0, q, torch.inf).amin(-1), "amin")
+    low = torch.zeros_like(smallest)
+    high = torch.where(smallest.isfinite(), -smallest.log(), 0)
+    for _ in range(64):
+        middle = (low + high) / 2
+        below = total(middle.exp()) < target
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return union(high.exp())

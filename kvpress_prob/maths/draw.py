@@ -1,9 +1,20 @@
-"""One call from proposals to a weighted sample, for every head of one sequence (arXiv 2608.28293, Algorithm 2).
+r"""One call from proposals to a weighted sample, for every head of one sequence (arXiv 2608.28293, Algorithm 2).
 
-Protected entries (the take-all stratum) are kept with weight 1 and leave both the proposal and the budget; the rest of
+Protected entries (the take-all stratum) are kept with weight 1 and leave both the proposals and the budget; the rest of
 the budget is solved for and drawn by the chosen sampler, and the chosen correction turns the draw into log-weights.
+
+Several proposals are combined in one of three ways. With shares ``s_k``, amounts ``a_k`` (each head's weights over
+their sum, or raw weights over their total) and stand-alone inclusion probabilities ``q_k`` at ``s_k`` of the budget::
+
+    union    q = 1 - prod_k (1 - c q_k)         as if every proposal had drawn its share, c >= 1 for the overlap
+    sum      q = min(1, lambda sum_k s_k a_k)   a mixture
+    max      q = min(1, lambda max_k s_k a_k)
+
+A single proposal is the same under all three. Multinomial draws from a mixture are the union of draws from its
+components, so there ``union`` and ``sum`` are one.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,12 +26,33 @@ from kvpress_prob.maths import budget, importance, sampling
 from kvpress_prob.maths.importance import Correction
 from kvpress_prob.maths.proposals import normalise
 
-Sampler = Literal["systematic", "multinomial"]
-SAMPLERS: tuple[Sampler, ...] = ("systematic", "multinomial")
+Sampler = Literal["systematic", "multinomial", "top_k"]
+SAMPLERS: tuple[Sampler, ...] = ("systematic", "multinomial", "top_k")
 Allocation = Literal["global", "layer", "head"]
 ALLOCATIONS: tuple[Allocation, ...] = ("global", "layer", "head")
 BudgetWeighting = Literal["uniform", "score"]
 BUDGET_WEIGHTINGS: tuple[BudgetWeighting, ...] = ("uniform", "score")
+Combine = Literal["union", "sum", "max"]
+COMBINES: tuple[Combine, ...] = ("union", "sum", "max")
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What to draw from.
+
+    Attributes
+    ----------
+    weights : Float[Tensor, "h t"]
+        Non-negative, float64; zero in the take-all stratum.
+    share : float
+        Share of the budget; the shares of all proposals sum to 1.
+    budget_weighting : "uniform" or "score"
+        Normalise the weights of each head first, or draw from a head in proportion to its total weight.
+    """
+
+    weights: Float[Tensor, "h t"]
+    share: float = 1.0
+    budget_weighting: BudgetWeighting = "uniform"
 
 
 @dataclass(frozen=True)
@@ -55,7 +87,7 @@ def groups_of(allocation: Allocation, layer: Int[Tensor, " h"]) -> Int[Tensor, "
 
 
 def draw(
-    weights: Float[Tensor, "h t"],
+    proposals: Sequence[Proposal],
     take_all: Bool[Tensor, "h t"],
     group: Int[Tensor, " h"],
     *,
@@ -63,15 +95,15 @@ def draw(
     sampler: Sampler,
     correction: Correction,
     temperature: float,
-    budget_weighting: BudgetWeighting,
     generator: torch.Generator,
+    combine: Combine = "union",
+    calibrated: bool = False,
 ) -> Draw:
     """Draw the kept entries of every head and their log-weights.
 
     Parameters
     ----------
-    weights : Float[Tensor, "h t"]
-        Non-negative proposal weights, float64; zero in the take-all stratum.
+    proposals : sequence of Proposal
     take_all : Bool[Tensor, "h t"]
         Entries that are kept for certain. They count towards the budget.
     group : Int[Tensor, "h"]
@@ -79,32 +111,60 @@ def draw(
     keep_fraction : float
         ``1 - r`` in (0, 1]: the wanted mean of kept / t over the heads of each group.
     sampler, correction, temperature
-        See ``sampling`` and ``importance``; ``counts`` needs the multinomial sampler.
-    budget_weighting : "uniform" or "score"
-        Normalise the weights of each head first, or draw from a head in proportion to its total weight.
+        See ``sampling`` and ``importance``. ``counts`` needs the multinomial sampler. ``top_k`` keeps each group's
+        largest amounts, draws nothing and takes no correction; several proposals must be combined by ``sum`` or ``max``
+        for it.
     generator : torch.Generator
         CPU generator; consumed alike on every device.
+    combine : "union", "sum" or "max"
+        How several proposals share the budget.
+    calibrated : bool
+        Scale each head's weights to its first proposal's known total (``importance.calibrate``).
     """
     groups = int(group.max()) + 1
+    t = take_all.shape[1]
     protected = take_all.sum(-1).double()
-    budgets = budget.group_sum(keep_fraction * weights.shape[1] - protected, group, groups).clamp(min=0)
-    # A head whose only entries are drawn ones must keep one; a head with protected entries may draw none.
-    at_least = ((weights > 0).any(-1) & (protected == 0)).double()
-    if sampler == "systematic":
-        amounts = normalise(weights) if budget_weighting == "uniform" else weights
-        probability = budget.solve_inclusion(amounts, group, budgets, at_least)
-        offset = sampling.offsets(len(group), generator).to(weights.device)
-        sampled = sampling.systematic_sample(probability, offset)
-        counts = draws = whole = None
+    budgets = budget.group_sum(keep_fraction * t - protected, group, groups).clamp(min=0)
+    if len(proposals) > 1 and (combine != "union" or sampler == "multinomial"):
+        parts = torch.stack([proposal.share * _amounts(proposal, group, groups) for proposal in proposals])
+        mixed = [Proposal(parts.amax(0) if combine == "max" else parts.sum(0), budget_weighting="score")]
     else:
-        share = weights.sum(-1) if budget_weighting == "score" else (weights > 0).any(-1).double()
+        mixed = list(proposals)
+    weights = mixed[0].weights
+    # A head whose only entries are drawn ones must keep one; a head with protected entries may draw none.
+    drawable = torch.stack([proposal.weights > 0 for proposal in mixed]).any(0)
+    at_least = (drawable.any(-1) & (protected == 0)).double()
+    counts = draws = whole = None
+    if sampler == "multinomial":
+        uniform = mixed[0].budget_weighting == "uniform"
+        share = (weights > 0).any(-1).double() if uniform else weights.sum(-1)
         pi = normalise(weights)
         counts, draws, whole = _multinomial(pi, share, group, budgets, at_least, generator)
         probability = torch.where(whole, 1, budget.keep_probability(pi, draws.double()))
         sampled = counts > 0
+    elif sampler == "systematic":
+        alone = [
+            budget.solve_inclusion(
+                normalise(proposal.weights) if proposal.budget_weighting == "uniform" else proposal.weights,
+                group,
+                proposal.share * budgets,
+                at_least,
+            )
+            for proposal in mixed
+        ]
+        probability = budget.union_inclusion(alone, group, budgets)
+        offset = sampling.offsets(len(group), generator).to(weights.device)
+        sampled = sampling.systematic_sample(probability, offset)
+    elif len(mixed) == 1:
+        sampled = _largest(_amounts(mixed[0], group, groups), group, budgets, at_least)
+        probability = sampled.double()
+    else:
+        raise ValueError("sampler='top_k' of several proposals needs combine='sum' or 'max', got combine='union'")
 
     if correction == "none":
         log_w = torch.zeros_like(weights)
+    elif sampler == "top_k":
+        raise ValueError(f"sampler='top_k' needs correction='none', got correction={correction!r}")
     elif correction == "inclusion":
         log_w = importance.log_weights_from_inclusion(sampled, probability)
     elif counts is not None and draws is not None and whole is not None:
@@ -112,8 +172,34 @@ def draw(
         log_w = torch.where(whole, 0, log_w)
     else:
         raise ValueError("correction='counts' needs sampler='multinomial', got sampler='systematic'")
-    log_w = importance.temper(log_w, temperature).float()
-    return Draw(sampled | take_all, log_w, torch.where(take_all, 1, probability), draws)
+    log_w = importance.temper(log_w, temperature)
+    if calibrated:
+        log_w = importance.calibrate(log_w, sampled, probability, proposals[0].weights)
+    return Draw(sampled | take_all, log_w.float(), torch.where(take_all, 1, probability), draws)
+
+
+def _amounts(proposal: Proposal, group: Tensor, groups: int) -> Tensor:
+    """Weights that sum to 1 over a group: each head's alike, or in proportion to its total."""
+    weights = normalise(proposal.weights) if proposal.budget_weighting == "uniform" else proposal.weights
+    total = budget.group_sum(weights.sum(-1), group, groups)
+    return weights / torch.where(total > 0, total, 1)[group].unsqueeze(-1)
+
+
+def _largest(amounts: Tensor, group: Tensor, budgets: Tensor, at_least: Tensor) -> Tensor:
+    """The largest amounts [h t] of every group, as many as its budget, and at least ``at_least`` of every head."""
+    t = amounts.shape[1]
+    # A head's first entries rank before all others; ties go to the earlier head, then to the earlier entry.
+    first = torch.zeros_like(amounts, dtype=torch.bool)
+    first.scatter_(-1, amounts.argmax(-1, keepdim=True), at_least.bool().unsqueeze(-1))
+    kept = torch.zeros_like(first)
+    for index, size in enumerate(budgets.round().long().tolist()):
+        heads = (group == index).nonzero().squeeze(-1)
+        ranked = torch.where(first[heads], torch.inf, amounts[heads]).flatten()
+        best = torch.argsort(ranked, descending=True, stable=True)[: max(size, int(first[heads].sum()))]
+        chosen = torch.zeros(len(heads) * t, dtype=torch.bool, device=amounts.device)
+        chosen[best] = True
+        kept[heads] = chosen.view(-1, t)
+    return kept & (amounts > 0)
 
 
 def _multinomial(

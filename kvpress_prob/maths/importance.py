@@ -7,7 +7,8 @@ denominator (arXiv 2608.28293, section 5, Algorithm 1)::
 
     counts      w_i = c_i / (m pi_i)             the paper
     inclusion   w_i = 1 / P(i kept)              Horvitz and Thompson, 1952: the same kept set without the noise of the
-    counts none        w_i = 1                          plain eviction
+    counts
+    none        w_i = 1                          plain eviction
 
 ``E[w_i 1(i kept)] = 1`` for the first two, so any sum over entries is estimated without bias. The importance
 temperature ``tau`` (section 6) divides the logarithm: 1 is the full correction, infinity none.
@@ -40,6 +41,42 @@ def log_weights_from_inclusion(kept: Bool[Tensor, "h t"], probability: Float[Ten
 def temper(log_w: Float[Tensor, "*head t"], temperature: float) -> Float[Tensor, "*head t"]:
     """``log_w / tau``."""
     return log_w / temperature
+
+
+def calibrate(
+    log_w: Float[Tensor, "h t"],
+    sampled: Bool[Tensor, "h t"],
+    probability: Float[Tensor, "h t"],
+    pi: Float[Tensor, "h t"],
+) -> Float[Tensor, "h t"]:
+    """Scale every head's weights of sampled entries so that they reproduce a total that is known.
+
+    ``sum_i w_i pi_i`` over the kept entries with ``q_i < 1`` becomes what it is over all of them, a ratio estimator
+    (Deville and Sarndal, Calibration estimators in survey sampling, 1992). Entries that are kept for certain are left
+    alone.
+
+    Parameters
+    ----------
+    log_w : Float[Tensor, "h t"]
+        Log-weights, any correction.
+    sampled : Bool[Tensor, "h t"]
+        Kept entries.
+    probability : Float[Tensor, "h t"]
+        Inclusion probabilities ``q_i``.
+    pi : Float[Tensor, "h t"]
+        Known amounts >= 0, such as the proposal: a mean row of attention.
+
+    Returns
+    -------
+    Float[Tensor, "h t"]
+    """
+    chance = probability < 1
+    total = torch.where(chance, pi, 0).sum(-1, keepdim=True)
+    chosen = chance & sampled
+    estimate = torch.where(chosen, log_w.exp() * pi, 0).sum(-1, keepdim=True)
+    usable = (total > 0) & (estimate > 0)
+    shift = torch.where(usable, total, 1).log() - torch.where(usable, estimate, 1).log()
+    return torch.where(chosen, log_w + shift, log_w)
 
 
 def effective_sample_size(log_w: Float[Tensor, "h t"], kept: Bool[Tensor, "h t"]) -> Float[Tensor, " h"]:

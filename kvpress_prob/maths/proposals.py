@@ -100,14 +100,22 @@ def min_variance_proposal(
     """
     b, hq, t = mass.shape
     kv_heads = values.shape[1]
-    values = values.to(mass.dtype)
     grouped = mass.view(b, kv_heads, hq // kv_heads, t)
+    return normalise(grouped * value_distance(grouped, values, centered=centered)).mean(2)
+
+
+def value_distance(
+    mass: Float[Tensor, "b hkv g t"], values: Float[Tensor, "b hkv t dv"], *, centered: bool
+) -> Float[Tensor, "b hkv #g t"]:
+    """``|v_i|``, or ``|v_i - o|`` with ``o`` the mean of the values under each query head's attention ``mass``.
+
+    Same dtype as ``mass``, which need not be normalised.
+    """
+    values = values.to(mass.dtype)
     if centered:
-        output = grouped @ values
-        norm = torch.cdist(output, values, compute_mode="donot_use_mm_for_euclid_dist")
-    else:
-        norm = values.norm(dim=-1).unsqueeze(2)
-    return normalise(grouped * norm).mean(2)
+        output = normalise(mass) @ values
+        return torch.cdist(output, values, compute_mode="donot_use_mm_for_euclid_dist")
+    return values.norm(dim=-1).unsqueeze(2)
 
 
 def take_all_stratum(scores: Float[Tensor, "*head t"]) -> Bool[Tensor, "*head t"]:

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Float32
 from torch import Tensor
 
-from kvpress_prob.maths.draw import Sampler, draw
+from kvpress_prob.maths.draw import Proposal, Sampler, draw
 from kvpress_prob.maths.importance import Correction
 
 
@@ -60,14 +60,13 @@ def resample(
     """
     group = torch.zeros(len(weights), dtype=torch.int64, device=weights.device)
     result = draw(
-        weights,
+        [Proposal(weights)],
         take_all,
         group,
         keep_fraction=keep / weights.shape[1],
         sampler=sampler,
         correction=correction,
         temperature=temperature,
-        budget_weighting="uniform",
         generator=generator,
     )
     return result.kept, torch.where(result.kept, log_w + result.log_w, 0)

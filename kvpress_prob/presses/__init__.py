@@ -1,9 +1,20 @@
 """Floor 4: presses. One thin dataclass a file, in kvpress' manner."""
 
+from kvpress_prob.presses.attention_press import AttentionPress
+from kvpress_prob.presses.component import Component
 from kvpress_prob.presses.h2o_press import H2OPress
 from kvpress_prob.presses.min_variance_press import MinVariancePress
 from kvpress_prob.presses.probabilistic_press import ProbabilisticPress
 from kvpress_prob.presses.registry import PRESSES, make_press
 from kvpress_prob.presses.report import CompressionReport
 
-__all__ = ["PRESSES", "CompressionReport", "H2OPress", "MinVariancePress", "ProbabilisticPress", "make_press"]
+__all__ = [
+    "PRESSES",
+    "AttentionPress",
+    "Component",
+    "CompressionReport",
+    "H2OPress",
+    "MinVariancePress",
+    "ProbabilisticPress",
+    "make_press",
+]

@@ -10,12 +10,15 @@ import warnings
 from typing import TYPE_CHECKING, cast
 
 import torch
+from kvpress import ScorerPress
 from torch import Tensor
 
 from kvpress_prob.hf import LayerPrefill, Prefill, ResamplingSettings, cache_bytes, compress_layer
-from kvpress_prob.maths.draw import Draw, draw, groups_of
+from kvpress_prob.maths.draw import Draw, Proposal, draw, groups_of
 from kvpress_prob.maths.importance import effective_sample_size
 from kvpress_prob.maths.proposals import proposal_weights, take_all_stratum
+from kvpress_prob.presses.attention_press import AttentionPress
+from kvpress_prob.presses.component import Component, shares_of
 from kvpress_prob.presses.report import CompressionReport
 
 if TYPE_CHECKING:
@@ -27,44 +30,69 @@ class Compression:
 
     def __init__(self, press: ProbabilisticPress):
         self.press = press
-        self.weights: list[Tensor] = []  # float64 [b hkv t] per layer
-        self.take_all: list[Tensor] = []  # bool [b hkv t] per layer
+        # Scores [b hkv t] of every layer, by component; empty for one that needs the finished prefill.
+        self.scores: list[list[Tensor]] = [[] for _ in press.components]
+        # From `complete` on: float64 weights [b hkv t] of every layer, by component, and the take-all stratum.
+        self.weights: list[list[Tensor]] = []
+        self.take_all: list[Tensor] = []
+
+    @property
+    def components(self) -> list[Component]:
+        return self.press.components
 
     def layer(self, layer: LayerPrefill) -> None:
-        """Score one layer and turn the scores into proposal weights."""
-        press = self.press
-        if press.compression_ratio == 0:
+        """Score one layer."""
+        if self.press.compression_ratio == 0:
             return
-        scores = press.press.score(
-            layer.module,
-            layer.hidden_states,
-            layer.keys,
-            layer.values,
-            layer.attentions,  # pyright: ignore[reportArgumentType]  (None unless eager, as kvpress documents)
-            layer.kwargs,
-        )
-        name = f"scores of layer {layer.module.layer_idx}"
-        valid = layer.kwargs.get("valid")
-        if valid is None:
-            valid = torch.ones(scores.shape[0], scores.shape[2], dtype=torch.bool, device=scores.device)
-        drawable = valid.unsqueeze(1).expand_as(scores)
-        oldest = valid.cumsum(-1).unsqueeze(1) <= press.n_sink
-        newest = torch.arange(valid.shape[1], 0, -1, device=valid.device) <= press.n_recent
-        take_all = (take_all_stratum(scores) | oldest | newest) & drawable
-        self.weights.append(
-            proposal_weights(
-                scores,
-                drawable & ~take_all,
-                temperature=press.proposal_temperature,
-                uniform_mix=press.uniform_mix,
-                name=name,
-            )
-        )
-        self.take_all.append(take_all)
+        for component, scores in zip(self.components, self.scores, strict=True):
+            if not _needs_pass(component.press):
+                scores.append(
+                    component.press.score(
+                        layer.module,
+                        layer.hidden_states,
+                        layer.keys,
+                        layer.values,
+                        layer.attentions,  # pyright: ignore[reportArgumentType]  (None unless eager, as documented)
+                        layer.kwargs,
+                    )
+                )
 
     def complete(self, prefill: Prefill) -> None:
-        """Gather what needs the finished prefill; call once before ``pack``. Proposals from prefill rows need nothing
-        more."""
+        """Score what needs the finished prefill, and turn scores into proposal weights; call once before ``pack``.
+
+        The prefill's cache is read and not changed.
+        """
+        if self.press.compression_ratio == 0 or not prefill.layers:
+            return
+        for index, component in enumerate(self.components):
+            if _needs_pass(component.press):
+                self.scores[index] = cast(AttentionPress, component.press).score_context(prefill)
+        self.weights = [[] for _ in self.components]
+        for layer, scores in zip(prefill.layers, zip(*self.scores, strict=True), strict=True):
+            self._add_layer(layer, scores, prefill.valid)
+        self.scores = []
+
+    def _add_layer(self, layer: int, scores: tuple[Tensor, ...], valid: Tensor) -> None:
+        """Weights of one layer; what any component protects is in the take-all stratum of all."""
+        press = self.press
+        valid = valid.to(scores[0].device)
+        drawable = valid.unsqueeze(1).expand_as(scores[0])
+        oldest = valid.cumsum(-1).unsqueeze(1) <= press.n_sink
+        newest = torch.arange(valid.shape[1], 0, -1, device=valid.device) <= press.n_recent
+        for part in scores:
+            oldest = oldest | take_all_stratum(part)
+        take_all = (oldest | newest) & drawable
+        for component, part, weights in zip(self.components, scores, self.weights, strict=True):
+            weights.append(
+                proposal_weights(
+                    part,
+                    drawable & ~take_all,
+                    temperature=component.proposal_temperature,
+                    uniform_mix=press.uniform_mix,
+                    name=f"scores of layer {layer}",
+                )
+            )
+        self.take_all.append(take_all)
 
     def end(self, prefill: Prefill) -> None:
         """Compress the prefill's own cache and write the press' report."""
@@ -101,12 +129,13 @@ class Compression:
                 generator.manual_seed(seed)
                 rows.append(self._draw_row(row, length, compression_ratio, generator))
             self._pack_layers(prefill, rows, lengths, seed)
-            kv_heads = self.weights[0].shape[1]
+            kv_heads = self.take_all[0].shape[1]
             kept = _by_layer([row.kept.sum(-1) for row in rows], kv_heads)
             effective = _by_layer([effective_sample_size(row.log_w, row.kept) for row in rows], kv_heads)
             sizes = [row.draws for row in rows if row.draws is not None]
             draws = _by_layer(sizes, kv_heads) if sizes else None
         press = self.press
+        scorers = " + ".join(type(component.press).__name__ for component in self.components)
         return CompressionReport(
             target_ratio=compression_ratio,
             context_lengths=lengths,
@@ -117,26 +146,33 @@ class Compression:
             bytes_before=before,
             bytes_after=cache_bytes(prefill.cache),
             seed=seed,
-            settings=f"{type(press.press).__name__}, {press.sampler}, {press.correction}, {press.allocation}",
+            settings=f"{scorers}, {press.sampler}, {press.correction}, {press.allocation}",
         )
 
     def _draw_row(self, row: int, length: int, compression_ratio: float, generator: torch.Generator) -> Draw:
         """The draw of one batch row, without its padding."""
         press = self.press
-        device = self.weights[0].device
-        weights = torch.cat([layer[row, :, -length:].to(device) for layer in self.weights])  # [layers*hkv length]
-        take_all = torch.cat([layer[row, :, -length:].to(device) for layer in self.take_all])
-        layer_of_head = torch.arange(len(self.weights), device=device).repeat_interleave(self.weights[0].shape[1])
+        device = self.take_all[0].device
+
+        def heads(layers: list[Tensor]) -> Tensor:  # [layers*hkv length]
+            return torch.cat([layer[row, :, -length:].to(device) for layer in layers])
+
+        shares = shares_of(self.components, compression_ratio)
+        layer_of_head = torch.arange(len(self.take_all), device=device).repeat_interleave(self.take_all[0].shape[1])
         return draw(
-            weights,
-            take_all,
+            [
+                Proposal(heads(weights), share, component.budget_weighting)
+                for component, weights, share in zip(self.components, self.weights, shares, strict=True)
+            ],
+            heads(self.take_all),
             groups_of(press.allocation, layer_of_head),
             keep_fraction=1 - compression_ratio,
             sampler=press.sampler,
             correction=press.correction,
             temperature=press.temperature,
-            budget_weighting=press.budget_weighting,
             generator=generator,
+            combine=press.combine,
+            calibrated=press.calibrate,
         )
 
     def _pack_layers(self, prefill: Prefill, rows: list[Draw], lengths: list[int], seed: int) -> None:
@@ -144,7 +180,7 @@ class Compression:
         t = prefill.valid.shape[1]
         padding = [t - length for length in lengths]
         for index, layer in enumerate(prefill.layers):
-            shape, device = self.weights[index].shape, self.weights[index].device
+            shape, device = self.take_all[index].shape, self.take_all[index].device
             heads = slice(index * shape[1], (index + 1) * shape[1])
             kept = torch.zeros(shape, dtype=torch.bool, device=device)
             log_w = torch.zeros(shape, device=device)
@@ -176,6 +212,10 @@ class Compression:
             seed,
             layer,
         )
+
+
+def _needs_pass(press: ScorerPress) -> bool:
+    return isinstance(press, AttentionPress) and press.needs_pass
 
 
 def _by_layer(per_row: list[Tensor], kv_heads: int) -> Tensor:

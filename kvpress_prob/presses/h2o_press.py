@@ -6,8 +6,10 @@ import torch
 from kvpress import ScorerPress
 from torch import Tensor, nn
 
+from kvpress_prob.hf import LayerPrefill
 from kvpress_prob.maths.proposals import Prior, accumulated_attention_proposal
-from kvpress_prob.presses.observed import check_observation, observed_mass
+from kvpress_prob.presses.checks import check_ratio
+from kvpress_prob.sources import PrefillRows
 
 
 @dataclass
@@ -41,7 +43,8 @@ class H2OPress(ScorerPress):
     max_rows: int | None = None
 
     def __post_init__(self):
-        check_observation(self.compression_ratio, self.prior, self.max_rows)
+        check_ratio(self.compression_ratio)
+        PrefillRows(self.prior, self.max_rows)
 
     def score(
         self,
@@ -52,7 +55,8 @@ class H2OPress(ScorerPress):
         attentions: Tensor | None,
         kwargs: dict,
     ) -> Tensor:
-        mass = observed_mass(module, hidden_states, keys, kwargs, self.prior, self.max_rows)
+        layer = LayerPrefill(module, hidden_states, keys, values, attentions, kwargs)
+        mass = PrefillRows(self.prior, self.max_rows).rows(layer).statistic("mean")
         scores = accumulated_attention_proposal(mass, keys.shape[1])
         if self.average:
             rows = torch.arange(keys.shape[2], 0, -1, device=scores.device).clamp(max=hidden_states.shape[1])

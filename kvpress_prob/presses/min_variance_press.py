@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from kvpress import ScorerPress
 from torch import Tensor, nn
 
+from kvpress_prob.hf import LayerPrefill
 from kvpress_prob.maths.proposals import Prior, min_variance_proposal
-from kvpress_prob.presses.observed import check_observation, observed_mass
+from kvpress_prob.presses.checks import check_ratio
+from kvpress_prob.sources import PrefillRows
 
 
 @dataclass
@@ -40,7 +42,8 @@ class MinVariancePress(ScorerPress):
     max_rows: int | None = None
 
     def __post_init__(self):
-        check_observation(self.compression_ratio, self.prior, self.max_rows)
+        check_ratio(self.compression_ratio)
+        PrefillRows(self.prior, self.max_rows)
 
     def score(
         self,
@@ -51,5 +54,6 @@ class MinVariancePress(ScorerPress):
         attentions: Tensor | None,
         kwargs: dict,
     ) -> Tensor:
-        mass = observed_mass(module, hidden_states, keys, kwargs, self.prior, self.max_rows)
+        layer = LayerPrefill(module, hidden_states, keys, values, attentions, kwargs)
+        mass = PrefillRows(self.prior, self.max_rows).rows(layer).statistic("mean")
         return min_variance_proposal(mass, values, centered=self.centered)

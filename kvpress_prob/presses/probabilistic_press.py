@@ -9,11 +9,20 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpress_prob.hf import DecodingBudget, watch_prefills
-from kvpress_prob.maths.draw import ALLOCATIONS, BUDGET_WEIGHTINGS, SAMPLERS, Allocation, BudgetWeighting, Sampler
+from kvpress_prob.maths.draw import (
+    ALLOCATIONS,
+    COMBINES,
+    SAMPLERS,
+    Allocation,
+    BudgetWeighting,
+    Combine,
+    Sampler,
+)
 from kvpress_prob.maths.importance import CORRECTIONS, Correction
 from kvpress_prob.maths.proposals import check_temperature
+from kvpress_prob.presses.checks import check_choice, check_ratio
+from kvpress_prob.presses.component import Component, shares_of
 from kvpress_prob.presses.compression import Compression
-from kvpress_prob.presses.observed import check_ratio
 from kvpress_prob.presses.report import CompressionReport
 
 
@@ -31,14 +40,16 @@ class ProbabilisticPress(BasePress):
 
     Parameters
     ----------
-    press : ScorerPress
+    press : ScorerPress or list of Component
         Any kvpress scorer. Non-negative scores are normalised to a proposal, scores with negative values go through a
-        softmax; entries that a scorer protects are kept with weight 1.
+        softmax; entries that a scorer protects are kept with weight 1. Several scorers that share the budget are given
+        as components, which then have their own ``budget_weighting`` and ``proposal_temperature``.
     compression_ratio : float, default=0.0
         Fraction of key-value pairs to evict, over all heads of all full-attention layers. Sliding-window layers are
         left alone.
-    sampler : {"systematic", "multinomial"}, default="systematic"
-        Without replacement and with an exact budget, or counts of independent draws.
+    sampler : {"systematic", "multinomial", "top_k"}, default="systematic"
+        Without replacement and with an exact budget, counts of independent draws, or no draw at all: the largest
+        proposal weights, for ``correction="none"``.
     correction : {"inclusion", "counts", "none"}, default="inclusion"
         Weight of a kept entry: one over its inclusion probability, its count over the expected count, or 1.
     temperature : float, default=1.0
@@ -52,6 +63,10 @@ class ProbabilisticPress(BasePress):
     budget_weighting : {"uniform", "score"}, default="uniform"
         Draw from normalised proposals with one number of draws for all heads, or from each head in proportion to its
         scores' total.
+    combine : {"union", "sum", "max"}, default="union"
+        How components share the budget: as independent draws whose union is kept, as a mixture, or by the largest.
+    calibrate : bool, default=False
+        Scale each head's weights so that they reproduce the total of its (first component's) proposal exactly.
     n_sink : int, default=0
         Number of first entries that are always kept.
     n_recent : int, default=0
@@ -69,7 +84,7 @@ class ProbabilisticPress(BasePress):
         Figures of the last compressed prefill.
     """
 
-    press: ScorerPress
+    press: ScorerPress | list[Component]
     compression_ratio: float = 0.0
     sampler: Sampler = "systematic"
     correction: Correction = "inclusion"
@@ -78,6 +93,8 @@ class ProbabilisticPress(BasePress):
     uniform_mix: float = 0.0
     allocation: Allocation = "global"
     budget_weighting: BudgetWeighting = "uniform"
+    combine: Combine = "union"
+    calibrate: bool = False
     n_sink: int = 0
     n_recent: int = 0
     seed: int | None = None
@@ -85,24 +102,32 @@ class ProbabilisticPress(BasePress):
     report: CompressionReport | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self):
-        if not isinstance(self.press, ScorerPress):
-            raise TypeError(f"press must be a kvpress ScorerPress, got {type(self.press).__name__}")
         self._check()
+
+    @property
+    def components(self) -> list[Component]:
+        """The proposals that share the budget; one for a single scorer."""
+        if isinstance(self.press, list):
+            return self.press
+        return [Component(self.press, 1.0, self.budget_weighting, self.proposal_temperature)]
 
     def _check(self) -> None:
         check_ratio(self.compression_ratio)
         check_temperature("temperature", self.temperature)
-        check_temperature("proposal_temperature", self.proposal_temperature)
         for name, value, allowed in (
             ("sampler", self.sampler, SAMPLERS),
             ("correction", self.correction, CORRECTIONS),
             ("allocation", self.allocation, ALLOCATIONS),
-            ("budget_weighting", self.budget_weighting, BUDGET_WEIGHTINGS),
+            ("combine", self.combine, COMBINES),
         ):
-            if value not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
+            check_choice(name, value, allowed)
+        self._check_components()
         if self.correction == "counts" and self.sampler != "multinomial":
             raise ValueError(f"correction='counts' needs sampler='multinomial', got sampler={self.sampler!r}")
+        if self.sampler == "top_k" and self.correction != "none":
+            raise ValueError(f"sampler='top_k' needs correction='none', got correction={self.correction!r}")
+        if not isinstance(self.calibrate, bool):
+            raise TypeError(f"calibrate must be True or False, got {self.calibrate!r}")
         if not isinstance(self.uniform_mix, (int, float)) or not 0 <= self.uniform_mix <= 1:
             raise ValueError(f"uniform_mix must be a number in [0, 1], got {self.uniform_mix!r}")
         for name, value in (("n_sink", self.n_sink), ("n_recent", self.n_recent)):
@@ -120,8 +145,30 @@ class ProbabilisticPress(BasePress):
                     f"got {self.decoding.max_entries}"
                 )
 
+    def _check_components(self) -> None:
+        if isinstance(self.press, list):
+            if not self.press or not all(isinstance(component, Component) for component in self.press):
+                raise TypeError(f"press must be a ScorerPress or a list of Component, got {self.press!r}")
+            for name, value in (
+                ("budget_weighting", self.budget_weighting == "uniform"),
+                ("proposal_temperature", self.proposal_temperature == 1),
+            ):
+                if not value:
+                    raise ValueError(f"{name} must be given to each Component, got {getattr(self, name)!r}")
+            if len(self.press) > 1 and self.sampler == "top_k" and self.combine == "union":
+                raise ValueError("sampler='top_k' of several components needs combine='sum' or 'max', got 'union'")
+        for component in self.components:
+            component.check()
+        shares_of(self.components, self.compression_ratio)
+
+    def prepare_scorers(self, compression_ratio: float) -> None:
+        """Tell the scorers the ratio: some (StreamingLLM, CriticalKV) score differently at different ratios."""
+        for component in self.components:
+            component.press.compression_ratio = compression_ratio
+
     def post_init_from_model(self, model: PreTrainedModel) -> None:
-        self.press.post_init_from_model(model)
+        for component in self.components:
+            component.press.post_init_from_model(model)
 
     def compress(self, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Not a per-layer method: the budget is shared by all layers."""
@@ -139,7 +186,6 @@ class ProbabilisticPress(BasePress):
         self._check()
         self.report = None
         self.post_init_from_model(model)
-        # Some scorers (StreamingLLM, CriticalKV) score differently at different ratios.
-        self.press.compression_ratio = self.compression_ratio
+        self.prepare_scorers(self.compression_ratio)
         with watch_prefills(model, lambda: Compression(self)):
             yield

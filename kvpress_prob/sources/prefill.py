@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from kvpress_prob.hf import LayerPrefill
-from kvpress_prob.maths.proposals import Prior, row_prior
+from kvpress_prob.maths.proposals import PRIORS, Prior, row_prior
 from kvpress_prob.maths.rows import sample_rows
 from kvpress_prob.sources.rows import QueryRows
 
@@ -20,31 +20,44 @@ class PrefillRows:
         Weights of the rows: the newest only, all alike, or ``1 / (t - j + 1)``.
     max_rows : int, optional, default=None
         Read at most this many rows: the newest, and a stratified sample of the older ones. None reads all.
+    window : int, optional, default=None
+        The prior is over this many newest rows; older ones do not count. None is all.
     """
 
     prior: Prior = "harmonic"
     max_rows: int | None = None
+    window: int | None = None
+
+    def __post_init__(self):
+        if self.prior not in PRIORS:
+            raise ValueError(f"prior must be one of {PRIORS}, got {self.prior!r}")
+        for name, value in (("max_rows", self.max_rows), ("window", self.window)):
+            if value is not None and (not isinstance(value, int) or value < 1):
+                raise ValueError(f"{name} must be None or an integer >= 1, got {value!r}")
 
     def rows(self, layer: LayerPrefill) -> QueryRows:
+        """All rows are those of a prefill's ``t`` entries; fewer, the newest, when a kvpress press scores while
+        decoding."""
         inputs, keys = layer.inputs, layer.keys
-        b, t = keys.shape[0], keys.shape[2]
-        valid = layer.valid
-        weights = row_prior(
-            self.prior, torch.ones(b, t, dtype=torch.bool, device=keys.device) if valid is None else valid
-        )
-        if self.max_rows is not None and self.max_rows < t:
+        b, t, n = keys.shape[0], keys.shape[2], inputs.query.shape[2]
+        seen = torch.ones(b, t, dtype=torch.bool, device=keys.device) if layer.valid is None else layer.valid
+        seen = seen[:, t - n :]
+        if self.window is not None:
+            seen = seen & (torch.arange(n, 0, -1, device=keys.device) <= self.window)
+        weights = row_prior(self.prior, seen)
+        if self.max_rows is not None and self.max_rows < n:
             rows, weights = sample_rows(weights, self.max_rows)
         else:
             rows = weights.any(0).nonzero().squeeze(-1)
             weights = weights[:, rows]
         return QueryRows(
-            query=inputs.query if len(rows) == t else inputs.query[:, :, rows],
+            query=inputs.query if len(rows) == n else inputs.query[:, :, rows],
             keys=keys,
             values=layer.values,
             context=t,
             weights=weights,
             scaling=inputs.scaling,
             softcap=inputs.softcap,
-            positions=rows,
-            valid=valid,
+            positions=rows + t - n,
+            valid=layer.valid,
         )

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast, runtime_checkable
 
 from torch import Tensor
 
 from kvpress_prob.hf import LayerPrefill, Prefill
+from kvpress_prob.ops import attention_mass
+from kvpress_prob.ops.attention_mass import Statistic
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,30 @@ class QueryRows:
     valid: Tensor | None = None
     scope: Tensor | None = None
     column_bias: Tensor | None = None
+
+    def statistic(self, statistic: Statistic) -> Tensor:
+        """``attention_mass`` [b hq s] of the rows."""
+        return self._mass(statistic, self.values if statistic == "output_change" else None)[0]
+
+    def statistic_and_output(self, statistic: Statistic) -> tuple[Tensor, Tensor]:
+        """``attention_mass`` [b hq s] of the rows and their attention output [b hq n dv], in one go."""
+        mass, output = self._mass(statistic, self.values)
+        return mass, cast(Tensor, output)
+
+    def _mass(self, statistic: Statistic, values: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return attention_mass(
+            self.query,
+            self.keys,
+            self.weights,
+            scaling=self.scaling,
+            positions=self.positions,
+            valid=self.valid,
+            scope=self.scope,
+            column_bias=self.column_bias,
+            values=values,
+            softcap=self.softcap,
+            statistic=statistic,
+        )
 
 
 Visit = Callable[[int, QueryRows], Tensor]

@@ -5,9 +5,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpress_prob.maths.draw import ALLOCATIONS, SAMPLERS, draw, groups_of
+from kvpress_prob.maths.draw import ALLOCATIONS, Proposal, draw, groups_of
 
 HEADS, T = 6, 120
+SAMPLERS = ("systematic", "multinomial")
 
 
 def weights_of(generator, heads=HEADS, t=T):
@@ -16,15 +17,15 @@ def weights_of(generator, heads=HEADS, t=T):
 
 def take(weights, take_all=None, group=None, *, keep=0.5, sampler="systematic", correction="inclusion", **kwargs):
     heads, t = weights.shape
+    budget_weighting = kwargs.pop("budget_weighting", "uniform")
     return draw(
-        weights,
+        [Proposal(weights, budget_weighting=budget_weighting)],
         torch.zeros(heads, t, dtype=torch.bool) if take_all is None else take_all,
         torch.zeros(heads, dtype=torch.int64) if group is None else group,
         keep_fraction=keep,
         sampler=sampler,
         correction=correction,
         temperature=kwargs.pop("temperature", 1.0),
-        budget_weighting=kwargs.pop("budget_weighting", "uniform"),
         generator=kwargs.pop("generator", torch.Generator().manual_seed(0)),
     )
 

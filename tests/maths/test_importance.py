@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvpress_prob.maths.draw import draw
+from kvpress_prob.maths.draw import Proposal, draw
 from kvpress_prob.maths.importance import (
     effective_sample_size,
     log_weights_from_counts,
@@ -59,14 +59,13 @@ def test_the_weighted_mass_is_unbiased(sampler, correction, budget_weighting, ge
     take_all[[5, 59]] = True
     weights[take_all] = 0
     result = draw(
-        weights.expand(repeats, -1),
+        [Proposal(weights.expand(repeats, -1), budget_weighting=budget_weighting)],
         take_all.expand(repeats, -1),
         torch.zeros(repeats, dtype=torch.int64),
         keep_fraction=0.4,
         sampler=sampler,
         correction=correction,
         temperature=1.0,
-        budget_weighting=budget_weighting,
         generator=generator,
     )
     mass = (result.kept * result.log_w.double().exp() * f).sum(-1)
@@ -105,14 +104,13 @@ def test_inclusion_weights_have_less_error_than_counts(generator):
     errors = {}
     for correction in ("counts", "inclusion"):
         result = draw(
-            weights.expand(repeats, -1),
+            [Proposal(weights.expand(repeats, -1))],
             torch.zeros(repeats, t, dtype=torch.bool),
             torch.zeros(repeats, dtype=torch.int64),
             keep_fraction=0.5,
             sampler="multinomial",
             correction=correction,
             temperature=1.0,
-            budget_weighting="uniform",
             generator=torch.Generator().manual_seed(1),
         )
         weighted = result.kept * result.log_w.double().exp() * p

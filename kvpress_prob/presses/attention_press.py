@@ -1,0 +1,161 @@
+"""Any statistic over any query source as a kvpress scorer."""
+
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+import torch
+from kvpress import ScorerPress
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from kvpress_prob.hf import LayerPrefill, Prefill, batch_row
+from kvpress_prob.maths.proposals import value_distance
+from kvpress_prob.ops.attention_mass import STATISTICS, Statistic
+from kvpress_prob.presses.checks import check_choice, check_ratio
+from kvpress_prob.sources import LayerSource, PassSource, PrefillRows, QueryRows
+
+Factor = Literal["none", "norm", "centered"]
+FACTORS: tuple[Factor, ...] = ("none", "norm", "centered")
+Heads = Literal["group", "layer"]
+HEADS: tuple[Heads, ...] = ("group", "layer")
+
+
+@dataclass
+class AttentionPress(ScorerPress):
+    """
+    A statistic over query rows of the attention that every entry receives.
+
+    ============================  ==============================================================================
+    top-k over these scores is    with
+    ============================  ==============================================================================
+    H2O                           ``PrefillRows("uniform")``, mean (kvpress divides by the rows that see an entry,
+                                  ``H2OPress(average=True)``)
+    SnapKV without pooling        ``PrefillRows("uniform", window=64)``, mean; the window itself is protected
+    TOVA                          ``PrefillRows("last")``, mean, ``heads="layer"``; the last token is protected
+    ExpectedAttention             ``ExpectedQueries()``, mean, ``factor="norm"``; sinks are protected
+    KVzip                         ``Reconstruction(prompt, skip, n_sink=4)``, max; one budget for all heads
+    the paper's ``pi_min(-h)``    ``PrefillRows("last" or "harmonic")``, mean, ``factor="norm"``, normalised per query
+                                  head (``MinVariancePress``)
+    the paper's ``pi_H2O(-h)``    ``PrefillRows("uniform" or "harmonic")``, mean (``H2OPress``)
+    ============================  ==============================================================================
+
+    Parameters
+    ----------
+    source : LayerSource or PassSource
+        Where the query rows come from, see ``kvpress_prob.sources``. Scores of a source that makes a pass of its own
+        exist after the prefill only: such a press works inside ``ProbabilisticPress`` (``sampler="top_k"`` for a plain
+        top-k), not alone.
+    statistic : {"mean", "rms", "max", "output_change"}, default="mean"
+        Weighted mean over rows, root of the weighted mean square, maximum, or the weighted mean of the change of the
+        attention output when the entry is left out, ``p_j(i) / (1 - p_j(i)) |o_j - v_i|``. The query heads of a group
+        are reduced in the same way.
+    factor : {"none", "norm", "centered"}, default="none"
+        Times 1, ``|v_i|``, or ``|v_i - o|`` with ``o`` the mean of the values under the head's statistic.
+    heads : {"group", "layer"}, default="group"
+        Reduce each group of query heads to its KV head's scores, or all query heads of a layer to common scores.
+    compression_ratio : float, default=0.0
+        Fraction of key-value pairs to remove when used as a top-k press.
+    """
+
+    source: LayerSource | PassSource = field(default_factory=PrefillRows)
+    statistic: Statistic = "mean"
+    factor: Factor = "none"
+    heads: Heads = "group"
+    compression_ratio: float = 0.0
+
+    def __post_init__(self):
+        if not isinstance(self.source, LayerSource | PassSource):
+            raise TypeError(f"source must be a query source with rows() or run(), got {type(self.source).__name__}")
+        check_choice("statistic", self.statistic, STATISTICS)
+        check_choice("factor", self.factor, FACTORS)
+        check_choice("heads", self.heads, HEADS)
+        if self.statistic == "output_change" and self.factor != "none":
+            raise ValueError(f"statistic='output_change' has its own factor, got factor={self.factor!r}")
+        check_ratio(self.compression_ratio)
+
+    @property
+    def needs_pass(self) -> bool:
+        """Whether scores exist after the prefill only (``score_context``)."""
+        return isinstance(self.source, PassSource)
+
+    def score(
+        self,
+        module: nn.Module,
+        hidden_states: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attentions: Tensor | None,
+        kwargs: dict,
+    ) -> Tensor:
+        if not isinstance(self.source, LayerSource):
+            raise NotImplementedError(
+                f"{type(self.source).__name__} makes a pass over the finished prefill: use the press inside "
+                "ProbabilisticPress, with sampler='top_k' for a plain top-k"
+            )
+        rows = self.source.rows(LayerPrefill(module, hidden_states, keys, values, attentions, kwargs))
+        return self._scores(rows.statistic(self.statistic), values)
+
+    def score_context(self, prefill: Prefill) -> list[Tensor]:
+        """Scores [b hkv t] of every full-attention layer, each batch row as if it were alone.
+
+        The prefill's cache is read and not changed.
+        """
+        if not isinstance(self.source, PassSource):
+            raise NotImplementedError(
+                f"{type(self.source).__name__} scores a layer while the prefill runs: use score()"
+            )
+        t = prefill.valid.shape[1]
+        rows = []
+        for row in range(len(prefill.valid)):
+            single = batch_row(prefill, row)
+            gathered = _Gathered(self.statistic)
+            self.source.run(single, gathered.visit)
+            layers = []
+            for layer in prefill.layers:
+                values = cast(Tensor, single.cache.layers[layer].values)
+                scores = self._scores(gathered.mass(layer), values)
+                layers.append(pad(scores, (t - scores.shape[-1], 0)))
+            rows.append(layers)
+        return [torch.cat(layers) for layers in zip(*rows, strict=True)]
+
+    def _scores(self, mass: Tensor, values: Tensor) -> Tensor:
+        """Statistics [b hq t] of the query heads as scores [b hkv t]."""
+        b, hq, t = mass.shape
+        kv_heads = values.shape[1]
+        grouped = mass.view(b, kv_heads, hq // kv_heads, t)
+        if self.factor != "none":
+            grouped = grouped * value_distance(grouped, values, centered=self.factor == "centered")
+        if self.heads == "layer":
+            grouped = grouped.reshape(b, 1, hq, t)
+        if self.statistic == "max":
+            scores = grouped.amax(2)
+        elif self.statistic == "rms":
+            scores = grouped.square().mean(2).sqrt()
+        else:
+            scores = grouped.mean(2)
+        return scores.expand(b, kv_heads, t)
+
+
+class _Gathered:
+    """Statistics of every layer over the blocks of rows of a pass."""
+
+    def __init__(self, statistic: Statistic):
+        self.statistic: Statistic = statistic
+        self.layers: dict[int, Tensor] = {}  # [hq t]: sums, sums of squares, or maxima
+
+    def visit(self, layer: int, rows: QueryRows) -> Tensor:
+        """A ``Visit``: batch rows are further rows of the same context."""
+        mass, output = rows.statistic_and_output(self.statistic)
+        mass = mass[..., : rows.context]
+        if self.statistic == "max":
+            mass = mass.amax(0)
+            self.layers[layer] = torch.maximum(self.layers.get(layer, mass), mass)
+        else:
+            mass = (mass.square() if self.statistic == "rms" else mass).sum(0)
+            self.layers[layer] = self.layers.get(layer, 0) + mass
+        return output
+
+    def mass(self, layer: int) -> Tensor:
+        """The statistic [1 hq t]."""
+        mass = self.layers[layer].unsqueeze(0)
+        return mass.sqrt() if self.statistic == "rms" else mass

@@ -1,0 +1,61 @@
+"""One of several proposals that share a budget."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvpress import ScorerPress
+
+from kvpress_prob.maths.draw import BUDGET_WEIGHTINGS, BudgetWeighting
+from kvpress_prob.maths.proposals import check_temperature
+from kvpress_prob.presses.checks import check_choice
+
+Share = float | Callable[[float], float]
+
+
+@dataclass
+class Component:
+    """
+    A scorer and its part in the draw of a ``ProbabilisticPress``.
+
+    Parameters
+    ----------
+    press : ScorerPress
+    share : float or callable, optional, default=None
+        Share of the budget, in [0, 1], or the share as a function of the compression ratio. None, for one component of
+        a press, is what the others leave.
+    budget_weighting : {"uniform", "score"}, default="uniform"
+        Draw from normalised proposals, every head alike, or from each head in proportion to its scores' total.
+    proposal_temperature : float, default=1.0
+        Scores s become s^(1/T), or softmax(s/T) if any is negative.
+    """
+
+    press: ScorerPress
+    share: Share | None = None
+    budget_weighting: BudgetWeighting = "uniform"
+    proposal_temperature: float = 1.0
+
+    def check(self) -> None:
+        """Raise ``TypeError`` or ``ValueError`` for a parameter out of range."""
+        if not isinstance(self.press, ScorerPress):
+            raise TypeError(f"press must be a kvpress ScorerPress, got {type(self.press).__name__}")
+        check_temperature("proposal_temperature", self.proposal_temperature)
+        check_choice("budget_weighting", self.budget_weighting, BUDGET_WEIGHTINGS)
+
+
+def shares_of(components: Sequence[Component], compression_ratio: float) -> list[float]:
+    """Shares of the budget at a ratio.
+
+    Raises
+    ------
+    ValueError
+        If a share is outside [0, 1], or they do not sum to 1.
+    """
+    given = [it.share(compression_ratio) if callable(it.share) else it.share for it in components]
+    known = [share for share in given if share is not None]
+    rest = 1 - sum(known)
+    shares = [rest if share is None else share for share in given]
+    if len(components) - len(known) > 1 or not all(0 <= share <= 1 for share in shares) or abs(sum(shares) - 1) > 1e-9:
+        raise ValueError(
+            f"share of the components must be in [0, 1] and sum to 1, with None for at most one of them, got {given}"
+        )
+    return shares
