@@ -41,7 +41,7 @@ StreamingLLM's scores know the ratio, Compactor's the ratio and the random state
 SEED_FREE = (KVzipPress, StreamingLLMPress)
 """Presses whose outcome depends on the ratio but not on the seed."""
 DRAW_ONLY = {
-    "sampler": "systematic", "correction": "none", "temperature": 1.0, "allocation": "global",
+    "sampler": "systematic", "correction": "none", "temperature": 1.0, "max_weight": 1.0, "allocation": "global",
     "budget_weighting": "uniform", "combine": "max", "calibrate": False, "seed": None, "compression_ratio": 0.0,
 }  # fmt: skip
 """Fields of ``ProbabilisticPress`` that matter when drawing and not when gathering, with any valid values."""

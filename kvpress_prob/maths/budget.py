@@ -136,7 +136,10 @@ def solve_inclusion(
 
 
 def union_inclusion(
-    parts: Sequence[Float[Tensor, "h t"]], group: Int[Tensor, " h"], target: Float[Tensor, " g"]
+    parts: Sequence[Float[Tensor, "h t"]],
+    group: Int[Tensor, " h"],
+    target: Float[Tensor, " g"],
+    at_least: Float[Tensor, " h"],
 ) -> Float[Tensor, "h t"]:
     """Inclusion probabilities of the union of independent draws, ``1 - prod_k (1 - min(1, c q_k))``, with one ``c`` per
     group and a given total.
@@ -152,21 +155,23 @@ def union_inclusion(
         Group of each head, 0 to g - 1.
     target : Float[Tensor, "g"]
         Wanted sum over each group. Targets above the union's support keep the whole support.
+    at_least : Float[Tensor, "h"]
+        Smallest sum of a head, 0 or 1. A head below is raised in proportion; the others give way.
 
     Returns
     -------
     Float[Tensor, "h t"]
-        float64; a single part comes back as it is.
+        float64.
     """
-    if len(parts) == 1:
-        return parts[0]
     groups = len(target)
 
     def union(factor: Tensor) -> Tensor:
         missed = torch.ones_like(parts[0])
         for q in parts:
             missed = missed * (1 - (factor[group].unsqueeze(-1) * q).clamp(max=1))
-        return 1 - missed
+        q = 1 - missed
+        total = q.sum(-1)
+        return q * torch.where((total > 0) & (total < at_least), at_least / total, 1).unsqueeze(-1)
 
     def total(factor: Tensor) -> Tensor:
         return group_sum(union(factor).sum(-1), group, groups)

@@ -14,6 +14,7 @@ A single proposal is the same under all three. Multinomial draws from a mixture 
 components, so there ``union`` and ``sum`` are one.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -97,6 +98,7 @@ def draw(
     temperature: float,
     generator: torch.Generator,
     combine: Combine = "union",
+    max_weight: float = math.inf,
     calibrated: bool = False,
 ) -> Draw:
     """Draw the kept entries of every head and their log-weights.
@@ -118,6 +120,8 @@ def draw(
         CPU generator; consumed alike on every device.
     combine : "union", "sum" or "max"
         How several proposals share the budget.
+    max_weight : float
+        Largest importance weight, at least 1 (``importance.truncate``).
     calibrated : bool
         Scale each head's weights to its first proposal's known total (``importance.calibrate``).
     """
@@ -143,16 +147,7 @@ def draw(
         probability = torch.where(whole, 1, budget.keep_probability(pi, draws.double()))
         sampled = counts > 0
     elif sampler == "systematic":
-        alone = [
-            budget.solve_inclusion(
-                normalise(proposal.weights) if proposal.budget_weighting == "uniform" else proposal.weights,
-                group,
-                proposal.share * budgets,
-                at_least,
-            )
-            for proposal in mixed
-        ]
-        probability = budget.union_inclusion(alone, group, budgets)
+        probability = _inclusion(mixed, group, budgets, at_least)
         offset = sampling.offsets(len(group), generator).to(weights.device)
         sampled = sampling.systematic_sample(probability, offset)
     elif len(mixed) == 1:
@@ -172,10 +167,24 @@ def draw(
         log_w = torch.where(whole, 0, log_w)
     else:
         raise ValueError("correction='counts' needs sampler='multinomial', got sampler='systematic'")
-    log_w = importance.temper(log_w, temperature)
+    log_w = importance.truncate(importance.temper(log_w, temperature), max_weight)
     if calibrated:
         log_w = importance.calibrate(log_w, sampled, probability, proposals[0].weights)
     return Draw(sampled | take_all, log_w.float(), torch.where(take_all, 1, probability), draws)
+
+
+def _inclusion(proposals: Sequence[Proposal], group: Tensor, budgets: Tensor, at_least: Tensor) -> Tensor:
+    """Inclusion probabilities [h t] of one proposal, or of the union of several."""
+
+    def solve(proposal: Proposal, floor: Tensor) -> Tensor:
+        uniform = proposal.budget_weighting == "uniform"
+        weights = normalise(proposal.weights) if uniform else proposal.weights
+        return budget.solve_inclusion(weights, group, proposal.share * budgets, floor)
+
+    if len(proposals) == 1:
+        return solve(proposals[0], at_least)
+    alone = [solve(proposal, torch.zeros_like(at_least)) for proposal in proposals]
+    return budget.union_inclusion(alone, group, budgets, at_least)
 
 
 def _amounts(proposal: Proposal, group: Tensor, groups: int) -> Tensor:

@@ -11,9 +11,11 @@ denominator (arXiv 2608.28293, section 5, Algorithm 1)::
     none        w_i = 1                          plain eviction
 
 ``E[w_i 1(i kept)] = 1`` for the first two, so any sum over entries is estimated without bias. The importance
-temperature ``tau`` (section 6) divides the logarithm: 1 is the full correction, infinity none.
+temperature ``tau`` (section 6) divides the logarithm: 1 is the full correction, infinity none. A largest weight keeps a
+single unlikely entry from speaking for a whole text.
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -41,6 +43,11 @@ def log_weights_from_inclusion(kept: Bool[Tensor, "h t"], probability: Float[Ten
 def temper(log_w: Float[Tensor, "*head t"], temperature: float) -> Float[Tensor, "*head t"]:
     """``log_w / tau``."""
     return log_w / temperature
+
+
+def truncate(log_w: Float[Tensor, "*head t"], max_weight: float) -> Float[Tensor, "*head t"]:
+    """``min(w, max_weight)``: a little bias for much less variance (Ionides, Truncated importance sampling, 2008)."""
+    return log_w.clamp(max=math.log(max_weight))
 
 
 def calibrate(

@@ -101,9 +101,7 @@ class AttentionPress(ScorerPress):
         The prefill's cache is read and not changed.
         """
         if not isinstance(self.source, PassSource):
-            raise NotImplementedError(
-                f"{type(self.source).__name__} scores a layer while the prefill runs: use score()"
-            )
+            raise NotImplementedError(f"{type(self.source).__name__} scores one layer at a time: use score()")
         t = prefill.valid.shape[1]
         rows = []
         for row in range(len(prefill.valid)):

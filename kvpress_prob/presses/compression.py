@@ -172,6 +172,7 @@ class Compression:
             temperature=press.temperature,
             generator=generator,
             combine=press.combine,
+            max_weight=press.max_weight,
             calibrated=press.calibrate,
         )
 

@@ -1,5 +1,6 @@
 """The press: a proposal from any scorer, a draw, real eviction, and weights for decoding."""
 
+import math
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,6 +55,8 @@ class ProbabilisticPress(BasePress):
         Weight of a kept entry: one over its inclusion probability, its count over the expected count, or 1.
     temperature : float, default=1.0
         Importance temperature: log-weights are divided by it. 1 corrects fully, infinity not at all.
+    max_weight : float, default=inf
+        Largest importance weight of a kept entry, at least 1. A cap trades a little bias for less variance.
     proposal_temperature : float, default=1.0
         Scores s become s^(1/T), or softmax(s/T) if any is negative.
     uniform_mix : float, default=0.0
@@ -89,6 +92,7 @@ class ProbabilisticPress(BasePress):
     sampler: Sampler = "systematic"
     correction: Correction = "inclusion"
     temperature: float = 1.0
+    max_weight: float = math.inf
     proposal_temperature: float = 1.0
     uniform_mix: float = 0.0
     allocation: Allocation = "global"
@@ -121,11 +125,13 @@ class ProbabilisticPress(BasePress):
             ("combine", self.combine, COMBINES),
         ):
             check_choice(name, value, allowed)
-        self._check_components()
         if self.correction == "counts" and self.sampler != "multinomial":
             raise ValueError(f"correction='counts' needs sampler='multinomial', got sampler={self.sampler!r}")
         if self.sampler == "top_k" and self.correction != "none":
             raise ValueError(f"sampler='top_k' needs correction='none', got correction={self.correction!r}")
+        self._check_components()
+        if not isinstance(self.max_weight, (int, float)) or not self.max_weight >= 1:
+            raise ValueError(f"max_weight must be a number >= 1, got {self.max_weight!r}")
         if not isinstance(self.calibrate, bool):
             raise TypeError(f"calibrate must be True or False, got {self.calibrate!r}")
         if not isinstance(self.uniform_mix, (int, float)) or not 0 <= self.uniform_mix <= 1:

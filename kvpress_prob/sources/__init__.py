@@ -17,7 +17,7 @@ no trace in the cache. Presses, budget and cache do not know which one is in use
 from kvpress_prob.sources.expected import ExpectedQueries
 from kvpress_prob.sources.lookahead import Lookahead
 from kvpress_prob.sources.prefill import PrefillRows
-from kvpress_prob.sources.reconstruction import Reconstruction
+from kvpress_prob.sources.reconstruction import Reconstruction, kvzip_prompt
 from kvpress_prob.sources.rows import LayerSource, PassSource, QueryRows
 
 __all__ = [
@@ -28,4 +28,5 @@ __all__ = [
     "PrefillRows",
     "QueryRows",
     "Reconstruction",
+    "kvzip_prompt",
 ]

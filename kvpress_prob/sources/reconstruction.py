@@ -40,8 +40,8 @@ class Reconstruction:
     skip : int, default=0
         First tokens of the context, a chat template's, that are not repeated.
     n_sink : int, optional, default=None
-        KVzip's scope: attention is renormalised over the first ``n_sink`` entries, the chunk and the repeated tokens,
-        and only the chunk's entries are scored. None scores every entry by its full attention.
+        KVzip's scope: attention is renormalised over the first ``n_sink`` entries, the chunk and the repeated tokens.
+        None scores every entry by its full attention.
     """
 
     chunk_size: int = 2048

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpress_prob.maths.draw import ALLOCATIONS, Proposal, draw, groups_of
+from kvpress_prob.maths.budget import solve_inclusion
+from kvpress_prob.maths.draw import ALLOCATIONS, COMBINES, Proposal, draw, groups_of
 
 HEADS, T = 6, 120
 SAMPLERS = ("systematic", "multinomial")
@@ -27,6 +28,7 @@ def take(weights, take_all=None, group=None, *, keep=0.5, sampler="systematic", 
         correction=correction,
         temperature=kwargs.pop("temperature", 1.0),
         generator=kwargs.pop("generator", torch.Generator().manual_seed(0)),
+        **kwargs,
     )
 
 
@@ -118,3 +120,145 @@ def test_tiny_contexts_keep_at_least_one_entry_a_head(t, keep, sampler, seed):
     result = take(weights, keep=keep, sampler=sampler)
     assert (result.kept.sum(-1) >= 1).all()
     assert torch.isfinite(result.log_w).all()
+
+
+def two(generator, share=0.3):
+    """A proposal that normalises its heads and one with raw, sharp weights."""
+    return [
+        Proposal(weights_of(generator), 1 - share),
+        Proposal(weights_of(generator) ** 4 * torch.arange(1, HEADS + 1).unsqueeze(-1), share, "score"),
+    ]
+
+
+def mixed(proposals, generator, *, keep=0.4, heads=HEADS, **kwargs):
+    settings = {"sampler": "systematic", "correction": "inclusion", "temperature": 1.0, **kwargs}
+    return draw(
+        proposals,
+        torch.zeros(heads, proposals[0].weights.shape[1], dtype=torch.bool),
+        torch.zeros(heads, dtype=torch.int64),
+        keep_fraction=keep,
+        generator=generator,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("keep", [0.05, 0.4, 0.9])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_a_union_is_two_independent_draws_with_an_exact_total(keep, share, generator):
+    """q = 1 - (1 - c q1)(1 - c q2) with q1, q2 solved alone for their shares, and c >= 1 for the total."""
+    proposals = two(generator, share)
+    result = mixed(proposals, generator, keep=keep)
+    total = keep * HEADS * T
+    assert float(result.probability.sum()) == pytest.approx(total, rel=1e-9)
+    group, none = torch.zeros(HEADS, dtype=torch.int64), torch.zeros(HEADS).double()
+    pi = proposals[0].weights / proposals[0].weights.sum(-1, keepdim=True)
+    alone = [
+        solve_inclusion(amounts, group, torch.tensor([part * total]), none)
+        for amounts, part in ((pi, 1 - share), (proposals[1].weights, share))
+    ]
+    low, high = 1.0, 1e6
+    for _ in range(200):
+        c = (low + high) / 2
+        union = 1 - (1 - (c * alone[0]).clamp(max=1)) * (1 - (c * alone[1]).clamp(max=1))
+        low, high = (c, high) if union.sum() < total else (low, c)
+    torch.testing.assert_close(result.probability, union, atol=1e-6, rtol=1e-6)
+    assert (result.kept.sum(-1) >= 1).all()
+
+
+def test_a_union_leaves_no_head_empty(generator):
+    proposals = two(generator, 0.999)
+    proposals[1].weights[:5] *= 1e-12
+    result = mixed(proposals, generator, keep=0.1)
+    totals = result.probability.sum(-1)
+    assert (totals >= 1 - 1e-9).all()
+    assert float(totals.min()) == pytest.approx(1)
+    assert float(totals.sum()) == pytest.approx(0.1 * HEADS * T, rel=1e-9)
+    assert (result.kept.sum(-1) >= 1).all()
+
+
+def test_the_union_keeps_every_certain_entry_of_its_parts(generator):
+    proposals = two(generator, 0.5)
+    result = mixed(proposals, generator)
+    certain = (
+        solve_inclusion(
+            proposals[1].weights,
+            torch.zeros(HEADS, dtype=torch.int64),
+            torch.tensor([0.2 * HEADS * T]),
+            torch.zeros(HEADS),
+        )
+        == 1
+    )
+    assert certain.any()
+    assert result.kept[certain].all()
+    assert (result.log_w[certain] == 0).all()
+
+
+@pytest.mark.parametrize("combine", COMBINES)
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_inclusion_frequencies_of_combined_proposals(combine, sampler, generator):
+    """What is drawn is drawn as often as ``probability`` says, and the weighted mass is unbiased."""
+    repeats, t = 4000, 40
+    a, b = (torch.rand(t, dtype=torch.float64, generator=generator) ** power + 1e-3 for power in (1, 5))
+    proposals = [Proposal(a.expand(repeats, -1), 0.6), Proposal(b.expand(repeats, -1), 0.4, "score")]
+    f = torch.rand(t, dtype=torch.float64, generator=generator)
+    result = mixed(proposals, generator, heads=repeats, sampler=sampler, combine=combine)
+    q = result.probability[0]
+    z = (result.kept.double().mean(0) - q) / (q * (1 - q) / repeats).sqrt().clamp(min=1e-12)
+    assert z[q < 1].abs().max() < 4.5
+    mass = (result.kept * result.log_w.double().exp() * f).sum(-1)
+    assert abs(float((mass.mean() - f.sum()) / (mass.std() / repeats**0.5))) < 4.5
+
+
+def test_sums_and_maxima_of_amounts(generator):
+    proposals = two(generator, 0.3)
+    amounts = [
+        proposals[0].weights / proposals[0].weights.sum(-1, keepdim=True) / HEADS * 0.7,
+        proposals[1].weights / proposals[1].weights.sum() * 0.3,
+    ]
+    for combine, want in (("sum", amounts[0] + amounts[1]), ("max", torch.maximum(*amounts))):
+        result = mixed(proposals, generator, combine=combine)
+        q = result.probability
+        open_ = q < 1
+        scale = q[open_] / want[open_]
+        torch.testing.assert_close(scale, scale[:1].expand_as(scale))
+
+
+@pytest.mark.parametrize("allocation", ALLOCATIONS)
+@pytest.mark.parametrize("budget_weighting", ["uniform", "score"])
+def test_top_k_keeps_the_largest_amounts(allocation, budget_weighting, generator):
+    weights = weights_of(generator) * torch.arange(1, HEADS + 1).unsqueeze(-1)
+    group = groups_of(allocation, torch.tensor([0, 0, 1, 1, 2, 2]))
+    result = take(weights, group=group, keep=0.3, sampler="top_k", correction="none", budget_weighting=budget_weighting)
+    amounts = weights / weights.sum(-1, keepdim=True) if budget_weighting == "uniform" else weights
+    for index in group.unique():
+        heads = group == index
+        assert int(result.kept[heads].sum()) == round(0.3 * T * int(heads.sum()))
+        assert amounts[heads][result.kept[heads]].min() > amounts[heads][~result.kept[heads]].max()
+    assert (result.log_w == 0).all()
+
+
+def test_top_k_leaves_no_head_empty_and_keeps_no_impossible_entry(generator):
+    weights = weights_of(generator)
+    weights[0] *= 1e-9
+    weights[1, 5:] = 0
+    result = take(weights, keep=0.05, sampler="top_k", correction="none", budget_weighting="score")
+    assert int(result.kept[0].sum()) == 1
+    assert int(result.kept.sum()) == round(0.05 * T * HEADS)
+    everything = take(weights, keep=1.0, sampler="top_k", correction="none")
+    assert torch.equal(everything.kept, weights > 0)
+
+
+def test_top_k_takes_no_correction_and_no_union(generator):
+    with pytest.raises(ValueError, match="sampler='top_k' needs correction='none', got correction='inclusion'"):
+        take(weights_of(generator), sampler="top_k")
+    with pytest.raises(ValueError, match="needs combine='sum' or 'max', got combine='union'"):
+        mixed(two(generator), generator, sampler="top_k", correction="none")
+    kept = mixed(two(generator), generator, sampler="top_k", correction="none", combine="max").kept
+    assert int(kept.sum()) == round(0.4 * HEADS * T)
+
+
+def test_a_largest_weight_is_kept_to(generator):
+    free = take(weights_of(generator), keep=0.1)
+    assert free.log_w.exp().max() > 4
+    capped = take(weights_of(torch.Generator().manual_seed(0)), keep=0.1, max_weight=4.0)
+    assert capped.log_w.exp().max() <= 4.0001
