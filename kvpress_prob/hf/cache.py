@@ -256,12 +256,16 @@ def check_cache(cache: Cache | None) -> None:
     default cache."""
     if cache is None:
         return
-    supported = isinstance(cache, DynamicCache) and not cache.offloading
-    supported = supported and cache.layer_class_to_replicate in (None, DynamicLayer)
-    if not supported or any(
-        type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, RaggedLayer) for layer in cache.layers
-    ):
-        kind = f"offloaded {type(cache).__name__}" if getattr(cache, "offloading", False) else type(cache).__name__
+    kind = type(cache).__name__
+    supported = isinstance(cache, DynamicCache) and cache.layer_class_to_replicate in (None, DynamicLayer)
+    if getattr(cache, "offloading", False):
+        supported, kind = False, f"offloaded {kind}"
+    elif supported:
+        layers = (DynamicLayer, DynamicSlidingWindowLayer, RaggedLayer)
+        foreign = next((type(layer).__name__ for layer in cache.layers if type(layer) not in layers), None)
+        if foreign is not None:
+            supported, kind = False, f"{kind} of {foreign} layers"
+    if not supported:
         raise TypeError(f"past_key_values must be a DynamicCache that is not offloaded, got {kind}")
 
 
