@@ -72,11 +72,12 @@ def test_any_scorer_is_a_proposal(name, sampler):
     ],
     ids=lambda it: type(it).__name__,
 )
-def test_protected_entries_are_all_kept(scorer, protected):
-    """Scenario S6."""
+@pytest.mark.parametrize(("sampler", "correction"), [("systematic", "inclusion"), ("multinomial", "counts")])
+def test_protected_entries_are_all_kept(scorer, protected, sampler, correction):
+    """Scenario S6: with weight 1, which no count of draws gives them."""
     model, ids = tiny_llama(), tokens(128)
     cache, uncompressed = DynamicCache(), DynamicCache()
-    with ProbabilisticPress(scorer, 0.9, seed=0)(model):
+    with ProbabilisticPress(scorer, 0.9, sampler=sampler, correction=correction, seed=0)(model):
         model(ids, past_key_values=cache)
     model(ids, past_key_values=uncompressed)
     for layer, full in zip(cache.layers, uncompressed.layers, strict=True):
