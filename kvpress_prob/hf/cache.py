@@ -257,16 +257,15 @@ def check_cache(cache: Cache | None) -> None:
     if cache is None:
         return
     kind = type(cache).__name__
-    supported = isinstance(cache, DynamicCache) and cache.layer_class_to_replicate in (None, DynamicLayer)
     if getattr(cache, "offloading", False):
-        supported, kind = False, f"offloaded {kind}"
-    elif supported:
+        kind = f"offloaded {kind}"
+    elif isinstance(cache, DynamicCache) and cache.layer_class_to_replicate in (None, DynamicLayer):
         layers = (DynamicLayer, DynamicSlidingWindowLayer, RaggedLayer)
         foreign = next((type(layer).__name__ for layer in cache.layers if type(layer) not in layers), None)
-        if foreign is not None:
-            supported, kind = False, f"{kind} of {foreign} layers"
-    if not supported:
-        raise TypeError(f"past_key_values must be a DynamicCache that is not offloaded, got {kind}")
+        if foreign is None:
+            return
+        kind = f"{kind} of {foreign} layers"
+    raise TypeError(f"past_key_values must be a DynamicCache that is not offloaded, got {kind}")
 
 
 def compress_layer(
