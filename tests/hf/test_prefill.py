@@ -60,6 +60,7 @@ def test_ways_of_calling_the_model(call, attn):
     model, ids, cache, press = tiny_llama(attn=attn), tokens(60), DynamicCache(), press_of()
     with press(model):
         CALLS[call](model, ids, cache)
+    assert all(isinstance(layer, RaggedLayer) for layer in cache.layers)
     assert_equals_oracle(model, cache, dense(model, ids), [tokens(3, seed=1)])
 
 
@@ -315,8 +316,8 @@ class Stage:
 def test_an_interrupt_at_any_stage_leaves_the_model_as_it_was(monkeypatch, stage, error):
     """Scenario S14."""
     model, press, ids = tiny_llama(), press_of(), tokens(60)
-    want = compress(model, ids, press).layers[1].store.segment(0, 1)[0]
     logits, before = model(ids).logits, state_of(model)
+    want = compress(model, ids, press).layers[1].store.segment(0, 1)[0]
     with monkeypatch.context() as patch:
         handle = getattr(Stage(patch, error), stage)(model, press)
         with pytest.raises(type(error)), press(model):
