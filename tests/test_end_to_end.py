@@ -3,6 +3,7 @@
 import pytest
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
 
 from kvpress_prob import H2OPress, MinVariancePress, ProbabilisticPress
 from tests.helpers.models import tiny_gemma3, tiny_llama, tokens
@@ -59,12 +60,15 @@ def test_sliding_layers_stay_as_they_are(attn):
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
 
 
-def test_ratio_zero_is_dense_to_the_bit():
+@pytest.mark.parametrize("context", [1, 2, 3, 8, 50])
+def test_ratio_zero_is_dense_to_the_bit(context):
+    """Scenarios S1 and S25: nothing of this package is left in the way of decoding."""
     model = tiny_llama()
-    ids, question = tokens(50), tokens(4, seed=1)
+    ids, question = tokens(context), tokens(4, seed=1)
     press = ProbabilisticPress(MinVariancePress(), 0.0)
     cache, full = compress(model, ids, press), dense(model, ids)
     assert press.report.achieved_ratio == 0
+    assert all(type(layer) is DynamicLayer for layer in cache.layers)
     assert torch.equal(model(question, past_key_values=cache).logits, model(question, past_key_values=full).logits)
 
 

@@ -256,13 +256,16 @@ def check_cache(cache: Cache | None) -> None:
     default cache."""
     if cache is None:
         return
-    supported = isinstance(cache, DynamicCache) and not cache.offloading
-    supported = supported and cache.layer_class_to_replicate in (None, DynamicLayer)
-    if not supported or any(
-        type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer, RaggedLayer) for layer in cache.layers
-    ):
-        kind = f"offloaded {type(cache).__name__}" if getattr(cache, "offloading", False) else type(cache).__name__
-        raise TypeError(f"past_key_values must be a DynamicCache that is not offloaded, got {kind}")
+    kind = type(cache).__name__
+    if getattr(cache, "offloading", False):
+        kind = f"offloaded {kind}"
+    elif isinstance(cache, DynamicCache) and cache.layer_class_to_replicate in (None, DynamicLayer):
+        layers = (DynamicLayer, DynamicSlidingWindowLayer, RaggedLayer)
+        foreign = next((type(layer).__name__ for layer in cache.layers if type(layer) not in layers), None)
+        if foreign is None:
+            return
+        kind = f"{kind} of {foreign} layers"
+    raise TypeError(f"past_key_values must be a DynamicCache that is not offloaded, got {kind}")
 
 
 def compress_layer(

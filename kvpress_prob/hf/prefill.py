@@ -290,7 +290,7 @@ class _Session(threading.local):
             {
                 **kwargs,
                 "attention_inputs": attended.inputs,
-                **({} if running.valid.all() else {"valid": running.valid}),
+                **({} if running.valid.all() else {"valid": running.valid.to(cast(Tensor, keys).device)}),
             },
         )
         with torch.no_grad():

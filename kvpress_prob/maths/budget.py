@@ -145,7 +145,7 @@ def union_inclusion(
     group and a given total.
 
     The parts' totals add up to the target and their draws overlap, so ``c >= 1`` hands the overlap back to all of them
-    in proportion.
+    in proportion. Only where heads have to be raised to ``at_least`` does ``c`` fall below 1.
 
     Parameters
     ----------
@@ -176,11 +176,11 @@ def union_inclusion(
     def total(factor: Tensor) -> Tensor:
         return group_sum(union(factor).sum(-1), group, groups)
 
-    # Bisection on log c, from 1 to where the smallest probability saturates.
+    # Bisection on log c, up to where the smallest probability saturates.
     smallest = torch.full((groups,), torch.inf, dtype=torch.float64, device=group.device)
     for q in parts:
         smallest = smallest.scatter_reduce(0, group, torch.where(q > 0, q, torch.inf).amin(-1), "amin")
-    low = torch.zeros_like(smallest)
+    low = torch.full_like(smallest, -7.0)
     high = torch.where(smallest.isfinite(), -smallest.log(), 0)
     for _ in range(64):
         middle = (low + high) / 2

@@ -195,7 +195,7 @@ class Compression:
         padding = [prefill.valid.shape[1] - length for length in lengths]
         for layer in prefill.layers:
             keys = cast(Tensor, prefill.cache.layers[layer].keys)
-            kept = prefill.valid.unsqueeze(1).expand(keys.shape[:3])
+            kept = prefill.valid.to(keys.device).unsqueeze(1).expand(keys.shape[:3])
             log_w = torch.zeros(keys.shape[:3], device=keys.device)
             compress_layer(prefill.cache, layer, kept, log_w, padding, self._resampling(layer, seed))
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from kvpress_prob.hf import RaggedLayer
+from kvpress_prob.hf import RaggedLayer, cache_bytes
 from tests.helpers.compare import assert_equals_oracle, compress, dense, press_of
 from tests.helpers.models import tiny_gemma3, tiny_llama, tokens
 from tests.helpers.oracle import biases_of, oracle_attention
@@ -76,19 +76,38 @@ def test_slack_is_never_read(model):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
 @pytest.mark.parametrize("scale", [1.0, 30.0])
-def test_low_precision_models(dtype, attn, scale):
-    """Scenario S5: as close to the oracle as the dense model is to itself in float32, and finite."""
+@pytest.mark.parametrize("padding", [0, 8])
+def test_low_precision_models(dtype, attn, scale, padding):
+    """Scenario S5: as close to the oracle as the dtype allows, and finite; with padding too, whose mask holds the
+    dtype's least number."""
     model = tiny_llama(attn=attn, dtype=dtype)
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight.mul_(scale)
-    cache, full = compress(model, tokens(60), press_of(0.9)), dense(model, tokens(60))
+    mask = torch.ones(2, 65, dtype=torch.long)
+    mask[1, :padding] = 0
+    ids, context = tokens(60, batch=2), {"attention_mask": mask[:, :60]}
+    cache, full = compress(model, ids, press_of(0.9), **context), dense(model, ids, **context)
     biases = biases_of(cache, full)
-    got = logits(model, cache, tokens(5, seed=1))
+    got = logits(model, cache, tokens(5, batch=2, seed=1), attention_mask=mask)
     with oracle_attention(model, biases):
-        want = logits(model, full, tokens(5, seed=1))
+        want = logits(model, full, tokens(5, batch=2, seed=1), attention_mask=mask)
     assert got.isfinite().all()
     tolerance = 40 * torch.finfo(dtype).eps
     torch.testing.assert_close(got, want, atol=tolerance * float(want.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_a_step_allocates_little_whatever_the_context(attn):
+    """Scenario S24: no step copies or expands the cache (masks count tokens); growing is amortised, see
+    ``tests/ragged``."""
+    model, allocated = tiny_llama(attn=attn, head_dim=128), []
+    for length in (200, 2000):
+        cache = compress(model, tokens(length), press_of())
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            for step in range(16):
+                logits(model, cache, tokens(1, seed=step))
+        allocated.append(sum(max(event.self_cpu_memory_usage, 0) for event in profile.events()) / 16)
+    assert allocated[1] - allocated[0] < 0.05 * cache_bytes(cache)
 
 
 # -- Cropping --------------------------------------------------------------------------------------------------------

@@ -5,12 +5,14 @@ import subprocess
 import sys
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
 from kvpress import KnormPress, ObservedAttentionPress
 from torch import nn
-from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers import Cache, DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.cache_utils import QuantizedLayer
 
 from kvpress_prob import H2OPress, ProbabilisticPress
 from kvpress_prob.hf import RaggedLayer, watch_prefills
@@ -58,6 +60,7 @@ def test_ways_of_calling_the_model(call, attn):
     model, ids, cache, press = tiny_llama(attn=attn), tokens(60), DynamicCache(), press_of()
     with press(model):
         CALLS[call](model, ids, cache)
+    assert all(isinstance(layer, RaggedLayer) for layer in cache.layers)
     assert_equals_oracle(model, cache, dense(model, ids), [tokens(3, seed=1)])
 
 
@@ -96,23 +99,33 @@ class Offloaded(DynamicCache):
         self.offloading = True
 
 
-class Quantized(StaticCache):
-    """Stands for the quantized caches, which need packages that this one does not."""
+class Quantized(QuantizedLayer):
+    """transformers' quantized layer, without the packages that quantize."""
 
-    def __init__(self):
-        super().__init__(tiny_llama().config, max_cache_len=64)
+    def _quantize(self, tensor, axis):
+        return tensor
+
+    def _dequantize(self, q_tensor):
+        return q_tensor
+
+
+def quantized_dynamic_cache():
+    cache = DynamicCache()
+    cache.layers = [Quantized(), Quantized()]
+    return cache
 
 
 @pytest.mark.parametrize(
     ("cache", "message"),
     [
         (lambda: StaticCache(tiny_llama().config, max_cache_len=64), "got StaticCache"),
-        (Quantized, "got Quantized"),
+        (lambda: Cache(layers=[Quantized(), Quantized()]), "got Cache"),
+        (quantized_dynamic_cache, "got DynamicCache of Quantized layers"),
         (Offloaded, "got offloaded Offloaded"),
         (lambda: EncoderDecoderCache(DynamicCache(), DynamicCache()), "got EncoderDecoderCache"),
         (lambda: ((torch.zeros(1), torch.zeros(1)),), "got tuple"),
     ],
-    ids=["static", "quantized", "offloaded", "encoder-decoder", "tuple"],
+    ids=["static", "quantized", "quantized layers", "offloaded", "encoder-decoder", "tuple"],
 )
 def test_caches_that_cannot_be_compressed_are_refused_before_the_model_runs(cache, message):
     """Scenario S21."""
@@ -303,8 +316,8 @@ class Stage:
 def test_an_interrupt_at_any_stage_leaves_the_model_as_it_was(monkeypatch, stage, error):
     """Scenario S14."""
     model, press, ids = tiny_llama(), press_of(), tokens(60)
-    want = compress(model, ids, press).layers[1].store.segment(0, 1)[0]
     logits, before = model(ids).logits, state_of(model)
+    want = compress(model, ids, press).layers[1].store.segment(0, 1)[0]
     with monkeypatch.context() as patch:
         handle = getattr(Stage(patch, error), stage)(model, press)
         with pytest.raises(type(error)), press(model):
@@ -503,6 +516,21 @@ def test_eager_attention_of_a_subclass_in_another_file():
     assert_equals_oracle(model, compress(model, tokens(40), press_of()), dense(model, tokens(40)), [tokens(3)])
     with pytest.raises(TypeError, match="no eager_attention_forward beside Linear"):
         _eager_attention(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("keyword", ["past_key_values", "attention_mask"])
+def test_a_renamed_keyword_is_not_swallowed(keyword):
+    """Scenario S31: attention modules take ``**kwargs``, so transformers could rename an argument unnoticed."""
+
+    def rename(module, args, kwargs):
+        return args, {**{k: v for k, v in kwargs.items() if k != keyword}, f"{keyword}_2": kwargs[keyword]}
+
+    model = tiny_llama()
+    for layer in model.model.layers:
+        layer.self_attn.forward = partial(layer.self_attn.forward, attention_mask=None)
+        layer.self_attn.register_forward_pre_hook(rename, with_kwargs=True)
+    with pytest.raises(TypeError, match=f"must be called with the keyword {keyword}"):
+        compress(model, tokens(20), press_of())
 
 
 def test_only_sdpa_and_eager_can_be_entered():

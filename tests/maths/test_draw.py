@@ -262,3 +262,22 @@ def test_a_largest_weight_is_kept_to(generator):
     assert free.log_w.exp().max() > 4
     capped = take(weights_of(torch.Generator().manual_seed(0)), keep=0.1, max_weight=4.0)
     assert capped.log_w.exp().max() <= 4.0001
+
+
+@given(
+    st.integers(1, 6),
+    st.integers(1, 120),
+    st.floats(0.01, 0.99),
+    st.sampled_from(SAMPLERS),
+    st.sampled_from([0.1, 1.0, 8.0]),
+    st.integers(0, 99),
+)
+def test_the_size_of_a_draw_is_bounded(heads, t, keep, sampler, sharpness, seed):
+    """Scenario S4: systematic is within one entry a head of what can be met; the multinomial's size has at most the
+    binomial's deviation around it (five of them here), and half an entry a head for whole numbers of draws."""
+    weights = torch.rand(heads, t, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) ** sharpness
+    result = take(weights, keep=keep, sampler=sampler, generator=torch.Generator().manual_seed(seed))
+    wanted, slack = max(keep * t, 1) * heads, heads
+    if sampler == "multinomial":
+        slack = 5 * (heads * t * keep * (1 - keep)) ** 0.5 + heads
+    assert abs(int(result.kept.sum()) - wanted) <= slack + 1e-6

@@ -111,6 +111,25 @@ def test_auto_never_interprets(monkeypatch):
     append(store, torch.randn(1, 2, 1, 16), torch.randn(1, 2, 1, 16))
 
 
+@pytest.mark.usefixtures("kernels")
+def test_kernels_run_under_their_tensors_device(device, monkeypatch):
+    """Scenario S29: a launch goes to torch's current device, which need not be the tensors'."""
+    under = []
+
+    class Recorded(torch.cuda.device_of):
+        def __init__(self, tensor):
+            super().__init__(tensor)
+            under.append(tensor.device.type)
+
+    monkeypatch.setattr(torch.cuda, "device_of", Recorded)
+    store = random_store([40, 4], d=16, device=device)
+    query, new = torch.randn(1, 4, 1, 16, device=device), torch.randn(1, 2, 1, 16, device=device)
+    append(store, new, new, impl="triton")
+    weighted_decode(query, store, scaling=1.0, impl="triton")
+    attention_mass(query, new, torch.ones(1, 1, device=device), scaling=1.0, impl="triton")
+    assert under == [device] * 3
+
+
 SCRIPT = """
 import sys
 for name in ("triton", "triton.language"):

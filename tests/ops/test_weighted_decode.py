@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from kvpress_prob.ops import weighted_decode
+from kvpress_prob.ops import append, weighted_decode
+from kvpress_prob.ragged import RaggedKV
 from tests.helpers.stores import in_double, random_store
 
 
@@ -116,6 +117,24 @@ def test_queries_need_not_be_contiguous():
     query = torch.randn(1, 3, 4, 16).transpose(1, 2)
     got = weighted_decode(query, store, scaling=0.25)[0]
     torch.testing.assert_close(got, weighted_decode(query.contiguous(), store, scaling=0.25)[0])
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_buffer_of_more_than_2_31_elements(impl):
+    """Scenario S28: the last segment ends with the buffer; only its pages are ever touched."""
+    d, size = 256, 50
+    capacity = 2**31 // d + 2 * size
+    buffers = [torch.empty(capacity, *width, dtype=torch.float16) for width in ((d,), (d,))]
+    begin, length = torch.tensor([capacity - size]), torch.tensor([size - 1])
+    store = RaggedKV(*buffers, torch.empty(capacity), start=begin, length=length, batch=1, room=1)
+    small = random_store([size - 1], d=d, dtype=torch.float16)
+    for view, source in zip(store.segment(0, 0), small.segment(0, 0), strict=True):
+        view.copy_(source)
+    new, query = torch.randn(2, 1, 1, 1, d).half(), torch.randn(1, 3, 1, d).half()
+    for it in (store, small):
+        append(it, new[0], new[1])
+    got, want = (weighted_decode(query, it, scaling=0.1, impl=impl)[0] for it in (store, small))
+    assert torch.equal(got, want)
 
 
 def test_cpu_path_copies_nothing_of_the_store():

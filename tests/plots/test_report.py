@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -47,6 +48,16 @@ def test_page_loads_nothing(folder):
     assert "default-src 'none'" in page
 
 
+@pytest.mark.parametrize(("query_aware", "label"), [(False, "query-agnostic"), (True, "query-aware")])
+def test_page_says_whether_compression_saw_the_question(tmp_path, query_aware, label):
+    """Scenario S32."""
+    config, examples, records = made_up_run(2)
+    records = [replace(record, query_aware=query_aware) for record in records]
+    write_report(tmp_path, config, examples, records, vars(tabulate(records)))
+    found = re.findall("query-aware|query-agnostic", (tmp_path / "report.html").read_text())
+    assert set(found) == {label}
+
+
 def test_files_beside_the_page(folder):
     pictures = {path.stem for path in (folder / "figures").glob("*.png")}
     assert pictures >= {"score", "win", "score_bytes", "error", "error_abs", "layers_prob_best"}
@@ -65,8 +76,6 @@ def test_page_shows_data_as_text(folder):
 
 
 def test_a_run_without_answers_has_a_page(tmp_path):
-    from dataclasses import replace
-
     config, examples, records = made_up_run(2)
     silent = [replace(record, score=None, prediction=None, attention_error=None) for record in records]
     page = write_report(tmp_path, config, examples, silent, vars(tabulate(silent)))

@@ -16,7 +16,9 @@ from transformers import DynamicCache
 
 from kvpress_prob import PRESSES, H2OPress, MinVariancePress, ProbabilisticPress, make_press
 from kvpress_prob.hf import RaggedLayer, cache_bytes
+from tests.helpers.compare import assert_equals_oracle, dense
 from tests.helpers.models import tiny_llama, tokens
+from tests.helpers.oracle import biases_of
 
 
 def run(press, length=128, model=None, seed=0):
@@ -61,33 +63,118 @@ def test_any_scorer_is_a_proposal(name, sampler):
     assert press.report.achieved_ratio == pytest.approx(0.5, abs=slack)
 
 
-def test_protected_entries_are_all_kept():
+@pytest.mark.parametrize(
+    ("scorer", "protected"),
+    [
+        (SnapKVPress(window_size=8), slice(-8, None)),
+        (TOVAPress(), slice(-1, None)),
+        (ExpectedAttentionPress(n_sink=4), slice(None, 4)),
+    ],
+    ids=lambda it: type(it).__name__,
+)
+@pytest.mark.parametrize(("sampler", "correction"), [("systematic", "inclusion"), ("multinomial", "counts")])
+def test_protected_entries_are_all_kept(scorer, protected, sampler, correction):
+    """Scenario S6: with weight 1, which no count of draws gives them."""
     model, ids = tiny_llama(), tokens(128)
-    cache, dense = DynamicCache(), DynamicCache()
-    with ProbabilisticPress(SnapKVPress(window_size=8), 0.9, seed=0)(model):
+    cache, uncompressed = DynamicCache(), DynamicCache()
+    with ProbabilisticPress(scorer, 0.9, sampler=sampler, correction=correction, seed=0)(model):
         model(ids, past_key_values=cache)
-    model(ids, past_key_values=dense)
-    for layer, full in zip(cache.layers, dense.layers, strict=True):
+    model(ids, past_key_values=uncompressed)
+    for layer, full in zip(cache.layers, uncompressed.layers, strict=True):
         for head in range(2):
             keys, _, log_w = layer.store.segment(0, head)
-            assert torch.equal(keys[-8:], full.keys[0, head, -8:])
-            assert (log_w[-8:] == 0).all()
+            assert torch.equal(keys[protected], full.keys[0, head, protected])
+            assert (log_w[protected] == 0).all()
 
 
 def test_sinks_and_recent_entries_are_kept():
     model, ids = tiny_llama(), tokens(128)
-    cache, dense = DynamicCache(), DynamicCache()
+    cache, uncompressed = DynamicCache(), DynamicCache()
     press = ProbabilisticPress(H2OPress(), 0.8, n_sink=3, n_recent=5, seed=0)
     with press(model):
         model(ids, past_key_values=cache)
-    model(ids, past_key_values=dense)
-    for layer, full in zip(cache.layers, dense.layers, strict=True):
+    model(ids, past_key_values=uncompressed)
+    for layer, full in zip(cache.layers, uncompressed.layers, strict=True):
         keys, _, log_w = layer.store.segment(0, 1)
         assert torch.equal(keys[:3], full.keys[0, 1, :3])
         assert torch.equal(keys[-5:], full.keys[0, 1, -5:])
         assert (log_w[:3] == 0).all()
         assert (log_w[-5:] == 0).all()
     assert press.report.achieved_ratio == pytest.approx(0.8, abs=0.01)
+
+
+class Given(ScorerPress):
+    """Scores that a test makes: ``make(layer index)`` is [1, 2, t]."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        return self.make(module.layer_idx)
+
+
+def zeros_and_ones(layer):
+    """Half of the entries must never be drawn."""
+    scores = torch.rand(1, 2, 60, generator=torch.Generator().manual_seed(layer))
+    scores[..., ::2] = 0
+    return scores
+
+
+def all_zero_row(layer):
+    scores = torch.rand(1, 2, 60, generator=torch.Generator().manual_seed(layer))
+    scores[0, layer] = 0
+    return scores
+
+
+def one_hot(layer):
+    scores = torch.zeros(1, 2, 60)
+    scores[0, 0, 7], scores[0, 1, 59] = 1e-30, 3e30
+    return scores
+
+
+DEGENERATE = {zeros_and_ones: (1, 30), all_zero_row: (1, 60), one_hot: (1, 1)}
+
+
+@pytest.mark.parametrize("scores", DEGENERATE, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("ratio", [0.1, 0.5, 0.99])
+@pytest.mark.parametrize("sampler", ["systematic", "multinomial"])
+@pytest.mark.parametrize("weighting", ["uniform", "score"])
+def test_degenerate_scores(scores, ratio, sampler, weighting):
+    """Scenario S7: entries of score 0 are never kept, a head of zeros is drawn uniformly, every search ends."""
+    model = tiny_llama()
+    press = ProbabilisticPress(Given(scores), ratio, sampler=sampler, budget_weighting=weighting, seed=0)
+    cache, full = run(press, 60, model), dense(model, tokens(60))
+    least, most = DEGENERATE[scores]
+    for layer, bias in biases_of(cache, full).items():
+        kept = bias > -torch.inf
+        assert ((kept.sum(-1) >= least) & (kept.sum(-1) <= most)).all()
+        given = scores(layer)
+        assert not kept[(given == 0) & (given > 0).any(-1, keepdim=True)].any()
+        assert bias[kept].isfinite().all()
+    assert_equals_oracle(model, cache, full, [tokens(3, seed=1)])
+
+
+@pytest.mark.parametrize("sampler", ["systematic", "multinomial"])
+@pytest.mark.parametrize("weighting", ["uniform", "score"])
+@pytest.mark.parametrize("ratio", [0.5, 0.9, 0.97])
+def test_a_head_of_tiny_scores_under_one_budget_for_all(sampler, weighting, ratio):
+    """Scenario S2: one head's scores are 1e-6 of the others'; no head is empty and the report adds up."""
+
+    def scores(layer):
+        scores = torch.rand(1, 2, 60, generator=torch.Generator().manual_seed(layer))
+        if layer == 1:
+            scores[0, 0] *= 1e-6
+        return scores
+
+    model = tiny_llama()
+    press = ProbabilisticPress(Given(scores), ratio, sampler=sampler, budget_weighting=weighting, seed=0)
+    cache = run(press, 60, model)
+    assert press.report.kept.squeeze(1).tolist() == stored(cache)
+    assert all(length >= 1 for layer in stored(cache) for length in layer)
+    slack = 4 / 240 if sampler == "systematic" else 4 * (ratio * (1 - ratio) / 240) ** 0.5 + 2 / 240
+    assert abs(press.report.achieved_ratio - ratio) <= slack
+    assert_equals_oracle(model, cache, dense(model, tokens(60)), [tokens(3, seed=1)])
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -141,6 +228,7 @@ def test_memory_is_the_formula():
 
 
 def test_dense_tensors_are_released():
+    """Scenario S22: with the prefill's last layer, not with the block."""
     import gc
     import weakref
 
@@ -153,12 +241,11 @@ def test_dense_tensors_are_released():
             references.extend([weakref.ref(keys), weakref.ref(values), weakref.ref(kwargs["attention_inputs"].query)])
             return super().score(module, hidden_states, keys, values, attentions, kwargs)
 
-    press = ProbabilisticPress(Watching(), 0.5, seed=0)
-    with press(model):
+    with ProbabilisticPress(Watching(), 0.5, seed=0)(model):
         model(ids, past_key_values=cache)
-    gc.collect()
-    assert len(references) == 6
-    assert all(reference() is None for reference in references)
+        gc.collect()
+        assert len(references) == 6
+        assert all(reference() is None for reference in references)
 
 
 def test_the_ratio_can_be_set_after_construction():
@@ -172,14 +259,15 @@ def test_the_ratio_can_be_set_after_construction():
         pass
 
 
-def test_seeds_and_the_global_random_state():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_seeds_and_the_global_random_state(dtype):
     """Scenario S11."""
     press = ProbabilisticPress(H2OPress(), 0.5, seed=7)
-    model = tiny_llama()
+    model = tiny_llama(dtype=dtype)
     before = torch.get_rng_state()
     first = run(press, model=model)
     assert torch.equal(before, torch.get_rng_state())
-    again, other = run(press), run(ProbabilisticPress(H2OPress(), 0.5, seed=8))
+    again, other = run(press, model=model), run(ProbabilisticPress(H2OPress(), 0.5, seed=8), model=model)
     for a, b, c in zip(first.layers, again.layers, other.layers, strict=True):
         assert torch.equal(a.store.keys[: a.store.length[0]], b.store.keys[: b.store.length[0]])
         assert a.store.keys.shape != c.store.keys.shape or not torch.equal(a.store.keys[:40], c.store.keys[:40])
@@ -219,16 +307,24 @@ def test_tiny_contexts(context, ratio, sampler):
     assert torch.isfinite(model(tokens(1), past_key_values=cache).logits).all()
 
 
-def test_a_one_layer_model():
+@pytest.mark.parametrize("allocation", ["global", "layer", "head"])
+@pytest.mark.parametrize("sampler", ["systematic", "multinomial"])
+def test_a_one_layer_model(allocation, sampler):
     """Scenario S3."""
-    cache = run(ProbabilisticPress(H2OPress(), 0.5, seed=0), model=tiny_llama(layers=1))
+    model = tiny_llama(layers=1)
+    cache = run(ProbabilisticPress(H2OPress(), 0.5, allocation=allocation, sampler=sampler, seed=0), model=model)
     assert isinstance(cache.layers[0], RaggedLayer)
+    assert_equals_oracle(model, cache, dense(model, tokens(128)), [tokens(3, seed=1), tokens(1)])
 
 
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
         ({"compression_ratio": 1}, r"compression_ratio must be a number in \[0, 1\), got 1"),
+        ({"compression_ratio": 1.5}, r"compression_ratio must be a number in \[0, 1\), got 1.5"),
+        ({"compression_ratio": -0.1}, r"compression_ratio must be a number in \[0, 1\), got -0.1"),
+        ({"compression_ratio": float("nan")}, r"compression_ratio must be a number in \[0, 1\), got nan"),
+        ({"compression_ratio": "half"}, r"compression_ratio must be a number in \[0, 1\), got 'half'"),
         ({"sampler": "uniform"}, "sampler must be one of .*got 'uniform'"),
         ({"correction": "exact"}, "correction must be one of .*got 'exact'"),
         ({"correction": "counts"}, "correction='counts' needs sampler='multinomial', got sampler='systematic'"),

@@ -1,7 +1,8 @@
 """Runs kvpress' own tests with this package's presses in their matrix (``make upstream-tests``).
 
 Takes the source archive of the installed version from the package index, puts a tiny random model in place of the Hub
-model that the tests load, and runs them with ``kvpress_plugin``.
+model that the tests load, and runs them with ``kvpress_plugin``. Exit code 0 if exactly the tests fail that the plugin
+lists.
 """
 
 import argparse
@@ -94,10 +95,9 @@ def main() -> int:
     here = Path(__file__).parent
     paths = [str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
-    arguments = ["-q", "-rfEx", "-p", "kvpress_plugin", "-p", "no:cacheprovider", "-o", "addopts=", "-W", "ignore"]
-    # Their integration test needs a data set, their evaluation folder further packages.
-    ignored = ["--ignore=tests/integration", "--ignore=tests/test_evaluation_utils.py"]
-    command = [sys.executable, "-m", "pytest", *arguments, *ignored, "tests"]
+    arguments = ["-q", "-rfExs", "-p", "kvpress_plugin", "-p", "no:cacheprovider", "-o", "addopts=", "-W", "ignore"]
+    # Their integration test needs a data set of the Hub, a GPU and flash attention.
+    command = [sys.executable, "-m", "pytest", *arguments, "--ignore=tests/integration", "tests"]
     return subprocess.run(command, cwd=root, env=environment).returncode
 
 
