@@ -57,17 +57,19 @@ def demo(
     from kvpress_prob.evaluation.models import load_pipeline
     from kvpress_prob.plots.heat_map import kept_heat_map
 
+    if output.is_file():
+        raise ValueError(f"output must be a folder, got the file '{output}'")
     words = show.demo_text() if text is None else read_text(text)
     questions = question or list(show.QUESTIONS if text is None else show.ANY_TEXT)
     rows = show.run_demo(load_pipeline(model), words, questions, ratios=ratios, seed=seed, tokens=tokens)
     output.mkdir(parents=True, exist_ok=True)
     table = show.tabulate(rows)
     table.to_csv(output / "demo.csv", index=False)
-    figures, answers = table.iloc[:, : -len(questions)], table[["press", "r", *table.columns[-len(questions) :]]]
-    print(figures.to_string(index=False))
-    for asked, column in zip(questions, answers.columns[2:], strict=True):
+    print(table.iloc[:, : -len(questions)].to_string(index=False))
+    for index, asked in enumerate(questions):
         print(f"\n{asked}")
-        print(answers[["press", "r", column]].to_string(index=False, header=False))
+        for row in rows:
+            print(f"  {row.press:<10} r = {row.ratio:<4g} {row.answers[index]}")
     kept = {f"r = {row.ratio:g}": row.kept for row in rows if row.press == "prob_best" and row.kept is not None}
     if kept:
         kept_heat_map(kept).savefig(output / "kept.png", dpi=150)

@@ -89,6 +89,7 @@ def test_list(capsys):
         (["demo", "--model", "/no/where"], "model must be 'smollm2-demo', a Hub name or a folder"),
         (["demo", "--model", "{model}", "--text", "{empty}"], "text must have at least 128 + 64 tokens, got"),
         (["demo", "--model", "{model}", "--tokens", "0"], "tokens must be at least 1, got 0"),
+        (["demo", "--output", "{empty}"], "output must be a folder, got the file"),
         (["demo", "--tokens", "many"], "Expected a <class 'int'>. Got value: many"),
         (["report", "{missing}"], "must be a results folder, got no records.jsonl"),
         (["sweeep"], "invalid choice: 'sweeep' (choose from"),
