@@ -62,7 +62,7 @@ class Way:
 def attention(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A row a dtype, context, ratio and way."""
     generator = torch.Generator().manual_seed(arguments.seed)
-    big = torch.empty(arguments.bandwidth_bytes // 4)
+    big = torch.ones(arguments.bandwidth_bytes // 4)  # written, so that its pages are real
     read = Way("read", 0.0, big.sum)
     rows = []
     for dtype in arguments.dtypes:
