@@ -1,7 +1,8 @@
 """What compression adds to a prefill, and what it leaves of the cache: ``python -m benchmarks.prefill_cost``.
 
 A prefill with a press, scoring, drawing and packing included, against a dense prefill in the same rounds: the
-package's scorer over all query rows (``exact``) and over 256 of them, and any presses of the registry by name.
+package's scorer over all query rows (``exact``) and over 256 of them, expected queries, a reconstruction of the context
+or of a part of it, and any presses of the registry by name.
 """
 
 import argparse
@@ -15,10 +16,19 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.running import interleaved, load, medians, options, read_texts, show, token_ids, write
-from kvpress_prob import MinVariancePress, ProbabilisticPress, make_press
+from kvpress_prob import (
+    AttentionPress,
+    ExpectedQueries,
+    MinVariancePress,
+    ProbabilisticPress,
+    Reconstruction,
+    make_press,
+)
 from kvpress_prob.hf import cache_bytes
 
 DENSE = "dense"
+FRACTIONS = (1.0, 0.5, 0.25)
+"""Parts of the context that are repeated."""
 
 
 def prefill(model: PreTrainedModel, ids: Tensor, press: ProbabilisticPress | None) -> DynamicCache:
@@ -32,6 +42,11 @@ def prefill(model: PreTrainedModel, ids: Tensor, press: ProbabilisticPress | Non
     return cache
 
 
+def reconstruction(fraction: float) -> ProbabilisticPress:
+    source = Reconstruction(fraction=fraction)
+    return ProbabilisticPress(AttentionPress(source=source, statistic="max"), budget_weighting="score")
+
+
 @torch.inference_mode()
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A row a press; the dense prefill first."""
@@ -41,6 +56,8 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         DENSE: None,
         "exact": ProbabilisticPress(MinVariancePress()),
         "max_rows=256": ProbabilisticPress(MinVariancePress(max_rows=256)),
+        "expected": ProbabilisticPress(AttentionPress(source=ExpectedQueries(), factor="norm")),
+        **{f"reconstruction {part:g}": reconstruction(part) for part in FRACTIONS},
         **{press: make_press(press) for press in arguments.press},
     }
     for press in presses.values():

@@ -20,7 +20,10 @@ from kvpress_prob.results import git_commit, text_hash, to_line, versions
 
 Key = TypeVar("Key", bound=Hashable)
 RESULTS = Path(__file__).parent / "results"
-CHAPTERS = ("specialnames", "compound", "types", "formatstrings", "debugger")
+CHAPTERS = (
+    "specialnames", "compound", "types", "formatstrings", "debugger",
+    "string-methods", "typesseq", "typesmapping", "comparisons", "assignment",
+)  # fmt: skip
 """Long chapters of the Python reference, which every Python carries: running English that nobody has to download."""
 
 

@@ -6,8 +6,8 @@ by a name. Two are added: ``h2o``, kvpress' ObservedAttentionPress without eager
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any, cast
 
 from kvpress import (
     AdaKVPress,
@@ -54,7 +54,8 @@ class PressSpec:
     press : str
         One of ``press_names()``. ``no_press`` is the dense cache.
     options : dict
-        Fields of the press to change; ``press.max_rows`` reaches into a wrapped press.
+        Fields of the press to change; ``press.max_rows`` reaches into a wrapped press,
+        ``press.0.share`` into the first of several components.
     label : str, optional
         How results call it. Default: the name, with the options in brackets.
     """
@@ -92,16 +93,28 @@ class PressSpec:
             raise ValueError(f"options of {self.press} must be valid, got {self.options}: {error}") from error
 
 
-def _changed(press: Any, options: dict[str, Any]) -> Any:
-    """The press with other field values, checked by its own ``__post_init__``."""
-    allowed = [entry.name for entry in fields(press) if entry.init and not entry.name.startswith("_")]
-    values: dict[str, Any] = {}
+def _changed(owner: Any, options: dict[str, Any]) -> Any:
+    """The press, or part of a press, with other field values, checked by its own ``__post_init__``.
+
+    A key reaches into fields and, by number, into lists: ``press.max_rows``, ``press.0.press.source.fraction``.
+    """
+    if isinstance(owner, list):
+        allowed = [str(index) for index in range(len(owner))]
+        values: dict[str, Any] = dict(zip(allowed, owner, strict=True))
+    elif is_dataclass(owner):
+        allowed = [entry.name for entry in fields(owner) if entry.init and not entry.name.startswith("_")]
+        if isinstance(owner, BasePress):
+            allowed = [name for name in allowed if name not in ("seed", "compression_ratio")]
+        values = {}
+    else:
+        allowed, values = [], {}
     for key, value in options.items():
         name, _, rest = key.partition(".")
-        if name not in allowed or name in ("seed", "compression_ratio") or (rest and name != "press"):
+        if name not in allowed:
             raise ValueError(
-                f"options of {type(press).__name__} must be among {allowed} (a sweep sets "
+                f"options of {type(owner).__name__} must be among {allowed} (a sweep sets "
                 f"compression_ratio and seed itself), got {key!r}"
             )
-        values[name] = _changed(values.get(name, getattr(press, name)), {rest: value}) if rest else value
-    return replace(press, **values)
+        current = values[name] if name in values else getattr(owner, name)
+        values[name] = _changed(current, {rest: value}) if rest else value
+    return list(values.values()) if isinstance(owner, list) else replace(cast(Any, owner), **values)

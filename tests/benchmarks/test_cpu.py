@@ -2,9 +2,10 @@
 
 import json
 
+import pandas as pd
 import pytest
 
-from benchmarks import attention_error, decode_cpu, prefill_cost, running, target_ratio
+from benchmarks import attention_error, decode_cpu, halves, prefill_cost, running, target_ratio, text_fidelity
 from tests.helpers.evaluation import save_tiny_model
 
 FILLER = "The quick brown fox number {} jumps over the lazy dog while wizards brew tea. "
@@ -73,10 +74,40 @@ def test_decode_cpu(files, tmp_path, capsys):
 
 def test_prefill_cost(files, tmp_path, capsys):
     rows = run(prefill_cost, files, tmp_path, "--tokens", "200", "--rounds", "2")
-    assert [row["press"] for row in rows] == ["dense", "exact", "max_rows=256", "prob_best"]
+    parts = [f"reconstruction {part:g}" for part in prefill_cost.FRACTIONS]
+    assert [row["press"] for row in rows] == ["dense", "exact", "max_rows=256", "expected", *parts, "prob_best"]
     assert rows[0]["over_dense"] == rows[0]["bytes_over_dense"] == 1
     assert all(row["bytes_over_dense"] < 1 for row in rows[1:])
     assert "prefill of 200 tokens" in capsys.readouterr().out
+
+
+def test_text_fidelity(files, tmp_path, capsys):
+    presses = ["prob_best", "prob_min_h", "h2o", "kvzip"]
+    rows = run(
+        text_fidelity, files, tmp_path, "--tokens", "150", "--next", "20", "--ratios", "0.1", "0.5", "--press", *presses
+    )
+    assert [(row["press"], row["ratio"]) for row in rows[:8]] == [(it, r) for it in presses for r in (0.1, 0.5)]
+    assert len(rows) == 16
+    assert all(row["kl"] > 0 for row in rows)
+    assert all((row["bytes_over_dense"] >= 1) == (row["press"] == "kvzip") for row in rows if row["ratio"] == 0.5)
+    out = capsys.readouterr().out
+    assert "mean of 2 texts" in out
+    assert "over the best top-k press" in out
+
+
+def test_halves_do_not_depend_on_order_or_company(tmp_path, capsys):
+    rows = pd.DataFrame({"context": [f"text {i}" for i in range(40)], "question": "What?", "task": ["a", "b"] * 20})
+    tune, report = (halves.split(rows, half) for half in halves.HALVES)
+    assert len(tune) + len(report) == 40
+    assert not set(tune.index) & set(report.index)
+    assert set(halves.split(rows.iloc[::-1].head(15), "tune").index) <= set(tune.index)
+    rows.to_parquet(tmp_path / "rows.parquet")
+    halves.main([str(tmp_path / "rows.parquet"), "--half", "tune", "--tasks", "b", "--per-task", "3",
+                 "--output", str(tmp_path / "half.jsonl")])  # fmt: skip
+    chosen = [json.loads(line) for line in (tmp_path / "half.jsonl").read_text().splitlines()]
+    assert [row["context"] for row in chosen] == list(tune[tune["task"] == "b"]["context"][:3])
+    with pytest.raises(ValueError, match=r"tasks must be among \['a', 'b'\], got \['c'\]"):
+        halves.split(rows, "tune", ["c"])
 
 
 def test_texts_that_are_too_short(files, tmp_path):
@@ -87,7 +118,7 @@ def test_texts_that_are_too_short(files, tmp_path):
 def test_default_texts_are_long():
     texts = running.read_texts(None)
     assert len(texts) >= 4
-    assert all(len(text) > 20_000 for text in texts.values())
+    assert all(len(text) > 8_000 for text in texts.values())
 
 
 def test_every_function_runs_once_a_round_after_a_warm_up():

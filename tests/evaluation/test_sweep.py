@@ -239,3 +239,18 @@ def test_shipped_configurations_are_valid(file):
     config = options["config"]
     assert config.name.replace("-", "_") == file.stem.replace("-", "_")
     assert settings_of(config)
+
+
+def test_options_reach_into_sources_and_components():
+    press = PressSpec("prob_best", {"press.0.press.source.fraction": 0.5, "press.1.press.max_rows": 64}).build()
+    assert press.press[0].press.source.fraction == 0.5
+    assert press.press[1].press.max_rows == 64
+    assert PressSpec("prob_best").build().press[0].press.source.fraction == 1
+    for key, message in (
+        ("press.2.share", r"options of list must be among \['0', '1'\]"),
+        ("press.0.press.source.part", "options of Reconstruction must be among .*got 'part'"),
+        ("sampler.x", r"options of str must be among \[\]"),
+        ("press.0.press.compression_ratio", "options of AttentionPress must be among .*sets compression_ratio"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PressSpec("prob_best", {key: 1}).build()
