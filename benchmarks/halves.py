@@ -22,7 +22,8 @@ def half_of(context: str, question: str) -> str:
 
 
 def split(rows: pd.DataFrame, half: str, tasks: list[str] | None = None, per_task: int | None = None) -> pd.DataFrame:
-    """The first ``per_task`` rows of every task that belong to a half, in the file's order."""
+    """The first ``per_task`` rows of every task that belong to a half, one of each task at a time: what a run that was
+    stopped has read is balanced."""
     halves = [half_of(context, question) for context, question in zip(rows["context"], rows["question"], strict=True)]
     rows = rows[[it == half for it in halves]]
     if tasks is not None:
@@ -30,7 +31,9 @@ def split(rows: pd.DataFrame, half: str, tasks: list[str] | None = None, per_tas
         if unknown:
             raise ValueError(f"tasks must be among {sorted(set(rows['task']))}, got {sorted(unknown)}")
         rows = rows[rows["task"].isin(tasks)]
-    return rows if per_task is None else rows.groupby("task", sort=False).head(per_task)
+    number = rows.groupby("task").cumcount()
+    rows = rows.iloc[number.to_numpy().argsort(kind="stable")]
+    return rows if per_task is None else rows[number.loc[rows.index] < per_task]
 
 
 def main(argv: list[str] | None = None) -> None:

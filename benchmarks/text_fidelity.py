@@ -12,6 +12,7 @@ from typing import Any
 import pandas as pd
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import Tensor
 from tqdm import tqdm
 
@@ -22,6 +23,13 @@ from kvpress_prob.evaluation.shared_prefill import Compressed, SharedPrefill, hi
 
 TOP_K = ("h2o", "snapkv", "tova", "expected_attention", "adakv_snapkv", "compactor", "kvzip", "prob_kvzip")
 PRESSES = ("prob_best", "prob_fast", "prob_min_h", *TOP_K)
+
+
+def spec(press: str) -> PressSpec:
+    """A press by name, with options in brackets."""
+    name, _, options = press.rstrip(")").partition("(")
+    pairs = (option.split("=", 1) for option in options.split(", ") if option)
+    return PressSpec(name, {key: yaml.safe_load(value) for key, value in pairs})
 
 
 def read_on(model: Any, row: Compressed, context: int, following: Tensor) -> Tensor:
@@ -43,7 +51,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         shared = SharedPrefill.run(model, context)
         dense = read_on(model, compressor(None, shared).compress(0.0, None), arguments.tokens, following)
         for press in arguments.press:
-            mine = compressor(PressSpec(press).build(), shared)
+            mine = compressor(spec(press).build(), shared)
             for ratio in arguments.ratios:
                 row = mine.compress(ratio, arguments.seed)
                 held = row.nbytes / shared.nbytes

@@ -1,9 +1,16 @@
-"""The tables of `tests/README.md`: every kind has a test, and every test that is named exists."""
+"""What the READMEs say: every kind of fault has a test and every test that is named exists; presses and commands are
+those of the package, and the code that needs no download runs."""
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from transformers import DynamicCache
+
+from kvpress_prob import PRESSES
+from kvpress_prob.cli import COMMANDS
+from tests.helpers.models import tiny_llama, tokens
 
 HERE = Path(__file__).parent
 TEXT = (HERE / "README.md").read_text()
@@ -30,3 +37,35 @@ def test_every_kind_names_a_test(kind):
 def test_named_tests_exist(file, name):
     source = (HERE / file).read_text()
     assert name == "" or re.search(rf"^(def|class) {name}\b", source, re.MULTILINE)
+
+
+ROOT = HERE.parent
+FRONT = (ROOT / "README.md").read_text()
+
+
+def test_the_front_page_lists_every_press():
+    table = FRONT.split("## Which press")[1].split("Build your own")[0]
+    assert set(re.findall(r"`(prob_\w+)`", table)) >= set(PRESSES)
+
+
+def test_the_front_pages_press_can_be_built_and_used():
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", FRONT, re.DOTALL) if "Component" in block)
+    scope = {}
+    exec(code, scope)
+    model, cache = tiny_llama(), DynamicCache()
+    with scope["press"](model):
+        model(tokens(400), past_key_values=cache)
+    assert scope["press"].report.achieved_ratio == pytest.approx(0.7, abs=0.02)
+
+
+def test_files_and_commands_of_the_front_page_exist():
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", FRONT):
+        assert (ROOT / target).exists(), target
+    for command in re.findall(r"kvpress-prob (\w+)", FRONT):
+        assert command in COMMANDS
+    for name in re.findall(r"python -m (benchmarks\.\w+)", FRONT):
+        assert find_spec(name)
+    for config in re.findall(r"configs/\w+\.yaml", FRONT):
+        assert (ROOT / config).exists()
+    goals = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {goal for goal in re.findall(r"^make ([\w-]+)$", FRONT, re.MULTILINE)} <= set(goals)

@@ -95,6 +95,12 @@ def test_text_fidelity(files, tmp_path, capsys):
     assert "over the best top-k press" in out
 
 
+def test_a_press_with_options():
+    spec = text_fidelity.spec("prob_best(calibrate=true, press.0.press.source.fraction=0.5)")
+    assert (spec.press, spec.options) == ("prob_best", {"calibrate": True, "press.0.press.source.fraction": 0.5})
+    assert text_fidelity.spec("kvzip").options == {}
+
+
 def test_halves_do_not_depend_on_order_or_company(tmp_path, capsys):
     rows = pd.DataFrame({"context": [f"text {i}" for i in range(40)], "question": "What?", "task": ["a", "b"] * 20})
     tune, report = (halves.split(rows, half) for half in halves.HALVES)
