@@ -1,12 +1,15 @@
 """The CPU benchmarks at toy sizes: they run, and their rows say what they claim."""
 
 import json
+from dataclasses import asdict, replace
 
 import pandas as pd
 import pytest
 
-from benchmarks import attention_error, decode_cpu, halves, prefill_cost, running, target_ratio, text_fidelity
+from benchmarks import attention_error, decode_cpu, halves, pooled, prefill_cost, running, target_ratio, text_fidelity
+from kvpress_prob.results import to_line
 from tests.helpers.evaluation import save_tiny_model
+from tests.helpers.records import made_up_run
 
 FILLER = "The quick brown fox number {} jumps over the lazy dog while wizards brew tea. "
 
@@ -114,6 +117,31 @@ def test_halves_do_not_depend_on_order_or_company(tmp_path, capsys):
     assert [row["context"] for row in chosen] == list(tune[tune["task"] == "b"]["context"][:3])
     with pytest.raises(ValueError, match=r"tasks must be among \['a', 'b'\], got \['c'\]"):
         halves.split(rows, "tune", ["c"])
+
+
+def test_pooled_sweeps(tmp_path, capsys):
+    _, _, records = made_up_run()
+    records = [replace(record, score=0.0) if record.task == "vt" else record for record in records]
+    for name in ("short", "long"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"name": name}))
+        (folder / "records.jsonl").write_text("".join(to_line(asdict(record)) for record in records))
+    folders = [str(tmp_path / "short"), str(tmp_path / "long")]
+    pooled.main([*folders, "--other", "snapkv", "--output", str(tmp_path / "out")])
+    averages = pd.read_csv(tmp_path / "out" / "averages.csv").set_index(["press", "ratio"])
+    solved = pd.DataFrame([asdict(record) for record in records if record.task != "vt"])
+    means = solved.groupby(["press", "ratio"])["score"].mean()
+    for key, mean in means.items():
+        assert averages.loc[key, "score"] == pytest.approx(mean)
+        assert averages.loc[key, "of_dense"] == pytest.approx(mean / means["no_press", 0.0])
+    difference = means["prob_best", 0.9] - means["snapkv", 0.9]
+    assert averages.loc[("prob_best", 0.9), "difference"] == pytest.approx(difference)
+    written = pd.read_csv(tmp_path / "out" / "records.csv")
+    assert set(written["task"]) == {f"{name}/{task}" for name in ("short", "long") for task in solved["task"].unique()}
+    assert "prediction" not in written
+    assert (tmp_path / "out" / "score.png").stat().st_size > 1000
+    assert "16 examples of 4 tasks" in capsys.readouterr().out
 
 
 def test_texts_that_are_too_short(files, tmp_path):

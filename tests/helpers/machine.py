@@ -7,6 +7,7 @@ that shows it, to be kept as a plain test.
 
 import argparse
 import copy
+import math
 import tempfile
 import time
 
@@ -18,7 +19,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvpress_prob import H2OPress, MinVariancePress, ProbabilisticPress, load_compressed, save_compressed
+from kvpress_prob import (
+    AttentionPress,
+    Component,
+    H2OPress,
+    Lookahead,
+    MinVariancePress,
+    ProbabilisticPress,
+    Reconstruction,
+    load_compressed,
+    save_compressed,
+)
 from kvpress_prob.hf import RaggedLayer
 from tests.helpers.models import ARCHITECTURES, tokens
 from tests.helpers.oracle import biases_of, oracle_attention
@@ -28,7 +39,14 @@ transformers.utils.logging.get_logger("transformers.modeling_rope_utils").setLev
 
 FAMILIES = ("Llama", "Qwen3", "Gemma 2", "Gemma 3", "SmolLM3", "OLMo 2", "GLM-4", "Phi-3", "DeepSeek-V3", "Granite")
 KINDS = [(family, attn) for attn in ("eager", "sdpa") for family in FAMILIES]
-SCORERS = (MinVariancePress, H2OPress)
+RECONSTRUCTION = AttentionPress(source=Reconstruction(chunk_size=17), statistic="max")
+SCORERS = (
+    MinVariancePress(),
+    H2OPress(),
+    RECONSTRUCTION,
+    AttentionPress(source=Lookahead(2, 3), statistic="output_change"),
+    [Component(RECONSTRUCTION, 0.6, budget_weighting="score"), Component(MinVariancePress())],
+)
 LARGEST_BATCH = 6
 
 
@@ -56,16 +74,21 @@ def shapes(draw) -> dict:
 
 @st.composite
 def presses(draw) -> ProbabilisticPress:
-    sampler = draw(st.sampled_from(["systematic", "multinomial"]))
-    corrections = ["inclusion", "none"] + (["counts"] if sampler == "multinomial" else [])
+    sampler = draw(st.sampled_from(["systematic", "multinomial", "top_k"]))
+    corrections = ["none"] + {"systematic": ["inclusion"], "multinomial": ["inclusion", "counts"], "top_k": []}[sampler]
+    scorer = copy.deepcopy(draw(st.sampled_from(SCORERS)))
+    several = isinstance(scorer, list)
     return ProbabilisticPress(
-        draw(st.sampled_from(SCORERS))(),
+        scorer,
         draw(st.sampled_from([0.0, 0.2, 0.5, 0.9, 0.99])),
         sampler=sampler,
         correction=draw(st.sampled_from(corrections)),
         temperature=draw(st.sampled_from([1.0, 2.0])),
         allocation=draw(st.sampled_from(["global", "layer", "head"])),
-        budget_weighting=draw(st.sampled_from(["uniform", "score"])),
+        budget_weighting="uniform" if several else draw(st.sampled_from(["uniform", "score"])),
+        combine=draw(st.sampled_from(["sum", "max"] if sampler == "top_k" else ["union", "sum", "max"])),
+        max_weight=draw(st.sampled_from([math.inf, 3.0])),
+        calibrate=draw(st.booleans()),
         n_sink=draw(st.integers(0, 3)),
         n_recent=draw(st.integers(0, 3)),
         seed=draw(st.integers(0, 99)),
