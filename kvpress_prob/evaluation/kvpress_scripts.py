@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 
 from platformdirs import user_cache_path
 
@@ -89,17 +90,22 @@ def fetch_scripts() -> Path:
 
 @contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """The scripts import each other by names at the top level."""
-    argv, before = sys.argv, set(sys.modules)
+    """The scripts import each other by names at the top level, whatever else has these names."""
+    argv, others = sys.argv, _take_modules()
     sys.path.insert(0, str(folder))
     try:
         yield
     finally:
         sys.argv = argv
         sys.path.remove(str(folder))
-        for name in set(sys.modules) - before:
-            if name == "evaluate_registry" or name.partition(".")[0] == "benchmarks":
-                del sys.modules[name]
+        _take_modules()
+        sys.modules.update(others)
+
+
+def _take_modules() -> dict[str, ModuleType]:
+    """Remove and return the imported modules that have the scripts' names."""
+    names = [name for name in sys.modules if name.partition(".")[0] in ("benchmarks", "evaluate_registry")]
+    return {name: sys.modules.pop(name) for name in names}
 
 
 def _value(arguments: list[str], name: str) -> str | None:

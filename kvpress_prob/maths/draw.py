@@ -129,11 +129,12 @@ def draw(
     t = take_all.shape[1]
     protected = take_all.sum(-1).double()
     budgets = budget.group_sum(keep_fraction * t - protected, group, groups).clamp(min=0)
+    proposals = [proposal for proposal in proposals if proposal.share]
     if len(proposals) > 1 and (combine != "union" or sampler == "multinomial"):
         parts = torch.stack([proposal.share * _amounts(proposal, group, groups) for proposal in proposals])
         mixed = [Proposal(parts.amax(0) if combine == "max" else parts.sum(0), budget_weighting="score")]
     else:
-        mixed = list(proposals)
+        mixed = proposals
     weights = mixed[0].weights
     # A head whose only entries are drawn ones must keep one; a head with protected entries may draw none.
     drawable = torch.stack([proposal.weights > 0 for proposal in mixed]).any(0)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -94,3 +95,13 @@ def test_bad_arguments(tmp_path, scripts, ruler_file, arguments, message):
 def test_wrong_folder(tmp_path, capsys):
     assert main(["eval", "--kvpress-evaluation", str(tmp_path), "--", "--dataset", "ruler"]) == 2
     assert "without evaluate.py" in capsys.readouterr().err
+
+
+def test_another_package_called_benchmarks_is_in_nobodys_way(monkeypatch):
+    """The scripts have a package of that name themselves."""
+    mine = ModuleType("benchmarks")
+    monkeypatch.setitem(sys.modules, "benchmarks", mine)
+    with pytest.raises(ValueError, match="--press_name must be one of"):
+        run_kvpress_evaluation(["--press_name", "snap"])
+    assert sys.modules["benchmarks"] is mine
+    assert "evaluate_registry" not in sys.modules
