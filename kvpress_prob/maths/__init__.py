@@ -6,6 +6,7 @@ query is an expectation ``o = sum_i p(i) v_i``; eviction keeps a random subset a
     proposal        pi, a distribution over 1..t                              proposals.py
     budget          how many draws leave (1 - r) t distinct entries           budget.py
     draw            counts c ~ Multinomial(m, pi), or a systematic sample     sampling.py
+    several         the union of draws from several proposals                 budget.py
     weights         w_i = c_i / (m pi_i), or 1 / P(i kept)                    importance.py
     all of it       one call for all heads of a model                         draw.py
 

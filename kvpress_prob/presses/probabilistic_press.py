@@ -55,8 +55,6 @@ class ProbabilisticPress(BasePress):
         Weight of a kept entry: one over its inclusion probability, its count over the expected count, or 1.
     temperature : float, default=1.0
         Importance temperature: log-weights are divided by it. 1 corrects fully, infinity not at all.
-    max_weight : float, default=inf
-        Largest importance weight of a kept entry, at least 1. A cap trades a little bias for less variance.
     proposal_temperature : float, default=1.0
         Scores s become s^(1/T), or softmax(s/T) if any is negative.
     uniform_mix : float, default=0.0
@@ -66,10 +64,6 @@ class ProbabilisticPress(BasePress):
     budget_weighting : {"uniform", "score"}, default="uniform"
         Draw from normalised proposals with one number of draws for all heads, or from each head in proportion to its
         scores' total.
-    combine : {"union", "sum", "max"}, default="union"
-        How components share the budget: as independent draws whose union is kept, as a mixture, or by the largest.
-    calibrate : bool, default=False
-        Scale each head's weights so that they reproduce the total of its (first component's) proposal exactly.
     n_sink : int, default=0
         Number of first entries that are always kept.
     n_recent : int, default=0
@@ -77,6 +71,12 @@ class ProbabilisticPress(BasePress):
     seed : int, optional, default=None
         Seed of the draw. None takes a fresh one from the operating system each time (see ``report.seed``); the global
         random state is never touched. Every batch row uses the same seed, so it is compressed as it would be alone.
+    max_weight : float, default=inf
+        Largest importance weight of a kept entry, at least 1. A cap trades a little bias for less variance.
+    combine : {"union", "sum", "max"}, default="union"
+        How components share the budget: as independent draws whose union is kept, as a mixture, or by the largest.
+    calibrate : bool, default=False
+        Scale each head's weights so that they reproduce the total of its (first component's) proposal exactly.
     decoding : DecodingBudget, optional, default=None
         Bound the cache while decoding: layers that grow past the budget are sampled again, with this press' sampler,
         correction, temperature, uniform mix and sinks. None keeps every token that is appended.
@@ -92,16 +92,16 @@ class ProbabilisticPress(BasePress):
     sampler: Sampler = "systematic"
     correction: Correction = "inclusion"
     temperature: float = 1.0
-    max_weight: float = math.inf
     proposal_temperature: float = 1.0
     uniform_mix: float = 0.0
     allocation: Allocation = "global"
     budget_weighting: BudgetWeighting = "uniform"
-    combine: Combine = "union"
-    calibrate: bool = False
     n_sink: int = 0
     n_recent: int = 0
     seed: int | None = None
+    max_weight: float = math.inf
+    combine: Combine = "union"
+    calibrate: bool = False
     decoding: DecodingBudget | None = None
     report: CompressionReport | None = field(default=None, init=False, repr=False, compare=False)
 
