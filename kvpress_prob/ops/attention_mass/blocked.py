@@ -48,6 +48,7 @@ def attention_mass_blocked(
 
     block = rows_per_block(b * hq, t, query.device.type)
     ends = (positions + 1).tolist()
+    all_count = bool((row_weights > 0).all())
     buffers = keys.new_empty(2, b * hq * min(block, n) * (ends[-1] if ends else 0))
     column = torch.arange(t, device=keys.device)
     for begin in range(0, n, block):
@@ -84,7 +85,9 @@ def attention_mass_blocked(
             row_scale = torch.where(row_scale > 0, 1 / row_scale, 0)
             row_weight = row_weight * (row_scale.square() if statistic == "rms" else row_scale)
         if statistic == "max":
-            best = probability.mul_(row_weight.mT).amax(1, keepdim=True)
+            if inside is not None or not all_count:
+                probability.mul_(row_weight.mT)
+            best = probability.amax(1, keepdim=True)
             torch.maximum(mass[..., :end], best, out=mass[..., :end])
         else:
             if statistic == "rms":
