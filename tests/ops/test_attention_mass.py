@@ -162,3 +162,18 @@ def test_refuses_what_does_not_fit(change, message):
     arguments = {"query": query, "keys": keys, "row_weights": weights, "scaling": 1.0, **change}
     with pytest.raises(ValueError, match=message):
         attention_mass(**arguments)
+
+
+@pytest.mark.parametrize("impl", ["reference", "blocked"])
+def test_rows_without_weight_do_not_count_for_a_maximum(impl, generator):
+    """Whatever they attend to: the maximum is over the other rows."""
+    query = torch.randn(1, 4, 50, 16, generator=generator)
+    keys = torch.randn(1, 2, 50, 16, generator=generator)
+    weights = torch.ones(1, 50, dtype=torch.float64)
+    weights[:, ::2] = 0
+    rows = torch.arange(1, 50, 2)
+    got, _ = attention_mass(query, keys, weights, scaling=1.0, statistic="max", impl=impl)
+    want, _ = attention_mass(
+        query[:, :, rows], keys, weights[:, rows], scaling=1.0, statistic="max", positions=rows, impl="reference"
+    )
+    torch.testing.assert_close(got, want)
