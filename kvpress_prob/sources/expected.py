@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from kvpress_prob.hf import LayerPrefill
-from kvpress_prob.maths.rows import sample_rows
 from kvpress_prob.sources.rows import QueryRows
 
 
@@ -33,7 +32,7 @@ class ExpectedQueries:
         First entries that are left out of the query statistics and get no attention; keep them with the press' own
         ``n_sink``.
     max_rows : int, optional, default=512
-        Query rows of the prefill that mean and covariance are taken over. None takes all.
+        Query rows of the prefill, evenly spread, that mean and covariance are taken over. None takes all.
     """
 
     n_future_positions: int = 512
@@ -47,11 +46,8 @@ class ExpectedQueries:
             raise NotImplementedError("expected queries of a padded batch: compress one context at a time")
         if t <= self.n_sink:
             raise ValueError(f"the context must have more than n_sink={self.n_sink} tokens, got {t}")
-        weights = torch.full((1, t), 1 / (t - self.n_sink), dtype=torch.float64, device=keys.device)
-        weights[:, : self.n_sink] = 0
-        rows = weights.squeeze(0).nonzero().squeeze(-1)
-        if self.max_rows is not None and self.max_rows < len(rows):
-            rows, _ = sample_rows(weights, self.max_rows)
+        count = min(t - self.n_sink, t if self.max_rows is None else self.max_rows)
+        rows = torch.linspace(self.n_sink, t - 1, count, dtype=torch.float64, device=keys.device).round().long()
         query = _rotated_back(layer, inputs.query[:, :, rows].float(), rows)
         mean = query.mean(2, keepdim=True)
         centred = query - mean
