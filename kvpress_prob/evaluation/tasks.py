@@ -4,6 +4,7 @@ kvpress' schema has the columns ``context``, ``question``, ``answer_prefix``, ``
 accepted answers in ``answer`` (RULER) or ``answers`` (LongBench).
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
@@ -41,7 +42,7 @@ def load_examples(
     max_context_tokens: int | None = None,
     seed: int = 0,
 ) -> list[Example]:
-    """Examples of a benchmark, task by task in the order of ``tasks``.
+    """Examples of a benchmark, one of every task at a time, in the order of ``tasks``.
 
     Parameters
     ----------
@@ -84,7 +85,7 @@ def load_examples(
         examples = _examples(benchmark, table, data, tasks)
     if max_context_tokens is not None:
         examples = [example for example in examples if count_tokens(example.context) <= max_context_tokens]
-    examples = list(_first(examples, examples_per_task))
+    examples = _in_turn(examples, examples_per_task)
     if not examples:
         raise ValueError(
             f"data must leave at least one example, got none from {data!r} with tasks={tasks}, "
@@ -170,9 +171,11 @@ def _examples(benchmark: str, table: pd.DataFrame, name: str, tasks: list[str] |
     return examples
 
 
-def _first(examples: Iterable[Example], n: int | None) -> Iterable[Example]:
-    seen: dict[str, int] = {}
+def _in_turn(examples: Iterable[Example], n: int | None) -> list[Example]:
+    """The first ``n`` of each task, one of every task after the other: what a stopped sweep has done is balanced."""
+    rounds: defaultdict[int, list[Example]] = defaultdict(list)
+    seen: Counter[str] = Counter()
     for example in examples:
-        seen[example.task] = seen.get(example.task, 0) + 1
-        if n is None or seen[example.task] <= n:
-            yield example
+        rounds[seen[example.task]].append(example)
+        seen[example.task] += 1
+    return [example for number in sorted(rounds)[:n] for example in rounds[number]]

@@ -46,7 +46,7 @@ def test_predictions_equal_the_pipeline(pipe, model_folder, ruler_file, name, de
     config = sweep_config(model_folder, ruler_file, presses=[name], seeds=[0, 5], decode=decode)
     worker = Worker(config, pipe)
     records = [record for units in plan(config, examples_of(config)) for rows in worker.run(units) for record in rows]
-    rows = dict(zip([example.name for example in examples_of(config)], _in_order(ruler_rows()), strict=True))
+    rows = dict(zip([example.name for example in examples_of(config)], ruler_rows(), strict=True))
     assert len(records) == len(rows) * len(settings_of(config))
     for record in records:
         want = alone(pipe, rows[record.example], PressSpec(name).build(), record.ratio, record.seed or 0)
@@ -56,19 +56,13 @@ def test_predictions_equal_the_pipeline(pipe, model_folder, ruler_file, name, de
         assert changed, "no press changed any answer: the comparison shows nothing"
 
 
-def _in_order(rows: list[dict]) -> list[dict]:
-    """Rows task by task, as a sweep takes them."""
-    tasks = dict.fromkeys(row["task"] for row in rows)
-    return [row for task in tasks for row in rows if row["task"] == task]
-
-
 @pytest.mark.parametrize("decode", ["single", "batched"])
 def test_query_aware_and_chat_template(tmp_path, ruler_file, decode):
     folder = save_tiny_model(tmp_path / "chat", chat=True, seed=1)
     config = sweep_config(folder, ruler_file, query_aware=True, decode=decode)
     worker = Worker(config)
     examples = examples_of(config)
-    rows = dict(zip([example.name for example in examples], _in_order(ruler_rows()), strict=True))
+    rows = dict(zip([example.name for example in examples], ruler_rows(), strict=True))
     for units in plan(config, examples):
         for record in itertools.chain(*worker.run(units)):
             assert record.query_aware

@@ -31,7 +31,7 @@ def test_parquet_and_json_lines_are_alike(tmp_path):
     pd.DataFrame(rows).to_parquet(tmp_path / "a.parquet")
     one = load_examples("ruler", str(lines), count_tokens=words)
     assert one == load_examples("ruler", str(tmp_path / "a.parquet"), count_tokens=words)
-    assert [example.name for example in one] == ["niah_single_1/0", "niah_single_1/1", "vt/0", "vt/1"]
+    assert [example.name for example in one] == ["niah_single_1/0", "vt/0", "niah_single_1/1", "vt/1"]
     assert one[0].answers == ["111"]
     assert one[0].context == rows[0]["context"]
 
@@ -45,6 +45,12 @@ def test_folder_filters_and_order(tmp_path):
     assert [example.all_classes for example in examples] == [["x", "z"], None, None]
     short = load_examples("longbench", str(tmp_path), count_tokens=words, max_context_tokens=4, examples_per_task=1)
     assert [example.name for example in short] == ["qasper/1", "trec/0"]
+
+
+def test_tasks_take_turns(tmp_path):
+    rows = sorted(ruler_rows(6), key=lambda row: row["task"])[:-1]  # three of one task, then two of another
+    names = [it.name for it in load_examples("ruler", str(write_rows(tmp_path / "a.jsonl", rows)), count_tokens=words)]
+    assert names == ["niah_single_1/0", "vt/0", "niah_single_1/1", "vt/1", "niah_single_1/2"]
 
 
 def test_numbers_stay_text(tmp_path):
