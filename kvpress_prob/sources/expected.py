@@ -39,6 +39,15 @@ class ExpectedQueries:
     n_sink: int = 4
     max_rows: int | None = 512
 
+    def __post_init__(self):
+        for name, value, least in (
+            ("n_future_positions", self.n_future_positions, 1),
+            ("n_sink", self.n_sink, 0),
+            ("max_rows", 1 if self.max_rows is None else self.max_rows, 1),
+        ):
+            if not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+
     def rows(self, layer: LayerPrefill) -> QueryRows:
         inputs, keys = layer.inputs, layer.keys
         b, t = keys.shape[0], keys.shape[2]

@@ -44,7 +44,7 @@ def test_cpu_path_equals_the_reference(dtype, d, group, n):
     query = torch.randn(2, len(lengths) // 2 * group, n, d, dtype=dtype)
     (output, lse), (want, want_lse) = both(query, store, scaling=d**-0.5)
     assert output.dtype == dtype
-    tolerance = 20 * torch.finfo(dtype).eps
+    tolerance = (20 if dtype == torch.float32 else 2) * torch.finfo(dtype).eps
     torch.testing.assert_close(output.double(), want, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=1e-4)
 

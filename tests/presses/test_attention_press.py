@@ -19,6 +19,7 @@ from kvpress_prob import (
     Reconstruction,
 )
 from kvpress_prob.evaluation.models import load_pipeline
+from kvpress_prob.hf import AttentionInputs, LayerPrefill
 from kvpress_prob.sources import LayerSource, kvzip_prompt
 from tests.helpers.evaluation import save_tiny_model
 from tests.helpers.models import ARCHITECTURES, tiny_llama, tokens
@@ -152,6 +153,19 @@ def test_a_fraction_of_the_rows_scores_almost_the_same():
         assert torch.equal(a, b)
         assert not torch.equal(a, c)
         assert torch.corrcoef(torch.stack((a.flatten(), c.flatten())))[0, 1] > 0.9
+
+
+@pytest.mark.parametrize("max_rows", [None, 7, 1000])
+def test_expected_queries_are_spread_over_the_whole_context(max_rows):
+    """Queries that are their own positions: the mean of evenly spread ones is the middle."""
+    t = 104
+    query = torch.arange(t, dtype=torch.float32).view(1, 1, t, 1).expand(1, 2, t, 4)
+    keys = torch.randn(1, 1, t, 4)
+    layer = LayerPrefill(
+        torch.nn.Module(), keys, keys, keys, None, {"attention_inputs": AttentionInputs(query, 1.0, None)}
+    )
+    rows = ExpectedQueries(n_sink=4, max_rows=max_rows).rows(layer)
+    torch.testing.assert_close(rows.query, torch.full((1, 2, 1, 4), (4 + t - 1) / 2), atol=0.1, rtol=0)
 
 
 def test_alone_a_press_with_a_pass_says_where_it_works():

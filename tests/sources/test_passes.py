@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvpress_prob import AttentionPress, Lookahead, ProbabilisticPress, Reconstruction
+from kvpress_prob import AttentionPress, ExpectedQueries, Lookahead, ProbabilisticPress, Reconstruction
 from kvpress_prob.hf import batch_row, repeated, second_pass, watch_prefills
 from kvpress_prob.ops import attention_mass
 from kvpress_prob.sources import PassSource
@@ -321,6 +321,9 @@ def test_embeddings_cannot_be_repeated():
         (lambda: Lookahead(n_continuations=0), "n_continuations must be an integer >= 1, got 0"),
         (lambda: Lookahead(n_tokens=1.5), "n_tokens must be an integer >= 1, got 1.5"),
         (lambda: Lookahead(temperature=0), "temperature must be a number > 0, got 0"),
+        (lambda: ExpectedQueries(n_future_positions=0), "n_future_positions must be an integer >= 1, got 0"),
+        (lambda: ExpectedQueries(n_sink=-1), "n_sink must be an integer >= 0, got -1"),
+        (lambda: ExpectedQueries(max_rows=0), "max_rows must be an integer >= 1, got 0"),
     ],
 )
 def test_bad_parameters(build, message):
