@@ -15,9 +15,9 @@ from kvpress import BasePress, SnapKVPress
 
 from benchmarks.running import load, options, read_texts, show, token_ids, write
 from kvpress_prob import H2OPress, MinVariancePress, ProbabilisticPress
-from kvpress_prob.evaluation.attention_error import DenseQuestion, attention_errors
-from kvpress_prob.evaluation.compressors import compressor, draws
-from kvpress_prob.evaluation.shared_prefill import SharedPrefill
+from kvpress_prob.prefills.attention_error import DenseQuestion, attention_errors
+from kvpress_prob.prefills.compressors import compressor, draws
+from kvpress_prob.prefills.shared_prefill import SharedPrefill
 
 RATIOS = [0.1, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95]
 TEMPERATURES = (2, 5, 10, 50)

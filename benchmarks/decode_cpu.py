@@ -31,9 +31,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from benchmarks.running import interleaved, load, medians, options, read_texts, show, token_ids, write
 from kvpress_prob import make_press
-from kvpress_prob.evaluation.compressors import compressor
-from kvpress_prob.evaluation.shared_prefill import SharedPrefill
 from kvpress_prob.hf import RaggedLayer
+from kvpress_prob.prefills.compressors import compressor
+from kvpress_prob.prefills.shared_prefill import SharedPrefill
 from kvpress_prob.ragged import RaggedKV
 
 HEADS, KV_HEADS, D = 32, 8, 128

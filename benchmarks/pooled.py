@@ -12,11 +12,11 @@ from pathlib import Path
 import pandas as pd
 
 from benchmarks.running import show
-from kvpress_prob.evaluation.presses import NO_PRESS
-from kvpress_prob.evaluation.statistics import Tables, tabulate
 from kvpress_prob.plots.figures import score_against_bytes, score_curves, with_legend
 from kvpress_prob.plots.style import styles_of
-from kvpress_prob.results import Record, read_config, read_records
+from kvpress_prob.prefills.press_spec import NO_PRESS
+from kvpress_prob.records import Record, read_config, read_records
+from kvpress_prob.records.statistics import Tables, tabulate
 
 KEPT = (
     "task", "example", "press", "ratio", "seed", "masked", "achieved_ratio", "context_tokens", "dense_bytes",

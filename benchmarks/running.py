@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from kvpress_prob.evaluation.models import load_pipeline
-from kvpress_prob.results import git_commit, text_hash, to_line, versions
+from kvpress_prob.models.loading import load_pipeline
+from kvpress_prob.records import git_commit, text_hash, to_line, versions
 
 Key = TypeVar("Key", bound=Hashable)
 RESULTS = Path(__file__).parent / "results"

@@ -14,9 +14,9 @@ import torch
 
 from benchmarks.running import load, options, read_texts, show, token_ids, write
 from kvpress_prob import MinVariancePress, ProbabilisticPress, make_press
-from kvpress_prob.evaluation.compressors import compressor
-from kvpress_prob.evaluation.shared_prefill import Compressed, SharedPrefill
 from kvpress_prob.hf import RaggedLayer
+from kvpress_prob.prefills.compressors import compressor
+from kvpress_prob.prefills.shared_prefill import Compressed, SharedPrefill
 
 RATIOS = [0.1, 0.3, 0.5, 0.7, 0.9]
 PROPOSALS = ("prob_min", "prob_min_h", "prob_h2o", "prob_h2o_h")

@@ -17,9 +17,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.running import load, options, read_texts, show, token_ids, write
-from kvpress_prob.evaluation.compressors import compressor
-from kvpress_prob.evaluation.presses import NO_PRESS, PressSpec
-from kvpress_prob.evaluation.shared_prefill import Compressed, SharedPrefill, hidden_entries
+from kvpress_prob.prefills.compressors import compressor
+from kvpress_prob.prefills.press_spec import NO_PRESS, PressSpec
+from kvpress_prob.prefills.shared_prefill import Compressed, SharedPrefill, hidden_entries
 
 TOP_K = ("h2o", "snapkv", "tova", "expected_attention", "adakv_snapkv", "compactor", "kvzip", "prob_kvzip")
 PRESSES = ("prob_best", "prob_fast", "prob_min_h", *TOP_K)

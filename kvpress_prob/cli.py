@@ -1,4 +1,4 @@
-"""Floor 6: the command line. Parses, calls, prints.
+"""Floor 8: the command line. Parses, calls, prints.
 
 A subcommand is a function in ``COMMANDS``: its signature gives the options, its docstring the help. A first parameter
 called ``config`` is a dataclass, read from a YAML file: ``kvpress-prob COMMAND FILE --FIELD VALUE``, where the command
@@ -21,8 +21,8 @@ from jsonargparse import ArgumentParser
 from transformers.utils.logging import disable_progress_bar
 
 from kvpress_prob import PRESSES, __version__
-from kvpress_prob.evaluation.config import SweepConfig
-from kvpress_prob.evaluation.sweep import run_sweep
+from kvpress_prob.sweeps.configuration import SweepConfig
+from kvpress_prob.sweeps.sweep import run_sweep
 
 
 def demo(
@@ -53,8 +53,8 @@ def demo(
     output
         Folder for the table (demo.csv) and the kept entries of every layer and head (kept.png).
     """
-    from kvpress_prob.evaluation import demo as show
-    from kvpress_prob.evaluation.models import load_pipeline
+    from kvpress_prob.demo import comparison as show
+    from kvpress_prob.models.loading import load_pipeline
     from kvpress_prob.plots.heat_map import kept_heat_map
 
     if output.is_file():
@@ -113,7 +113,7 @@ def sweep(
         Write report.html and figures into the results folder at the end.
     """
     if engine == "ray":
-        from kvpress_prob.evaluation.ray_engine import run_sweep_on_ray
+        from kvpress_prob.sweeps.ray_engine import run_sweep_on_ray
 
         folder = run_sweep_on_ray(config, output, workers=workers, address=ray_address, gpus_per_worker=gpus_per_worker)
     else:
@@ -131,9 +131,9 @@ def write_report(results: Path) -> None:
     results
         A folder that ``sweep`` has written, complete or not.
     """
-    from kvpress_prob.evaluation.statistics import tabulate
     from kvpress_prob.plots import write_report as write
-    from kvpress_prob.results import read_config, read_examples, read_records
+    from kvpress_prob.records import read_config, read_examples, read_records
+    from kvpress_prob.records.statistics import tabulate
 
     records = read_records(results)
     print(write(results, read_config(results), read_examples(results), records, vars(tabulate(records))))
@@ -155,16 +155,16 @@ def evaluate(
     seed
         Seed of this package's presses.
     """
-    from kvpress_prob.evaluation.kvpress_scripts import run_kvpress_evaluation
+    from kvpress_prob.kvpress_scripts import run_kvpress_evaluation
 
     run_kvpress_evaluation(arguments, scripts=kvpress_evaluation, data=data, seed=seed)
 
 
 def list_names() -> None:
     """List presses and tasks by name."""
-    from kvpress_prob.evaluation import generator
-    from kvpress_prob.evaluation.presses import BASELINES, NO_PRESS
-    from kvpress_prob.evaluation.tasks import LONGBENCH_TASKS, RULER_TASKS
+    from kvpress_prob.examples import generator
+    from kvpress_prob.examples.tasks import LONGBENCH_TASKS, RULER_TASKS
+    from kvpress_prob.prefills.press_spec import BASELINES, NO_PRESS
 
     for title, names in (
         ("presses of this package", PRESSES),

@@ -1,6 +1,7 @@
 """Fixtures and settings for all tests."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,3 +35,34 @@ def threads(request) -> int:
 @pytest.fixture
 def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_progress_bars():
+    from transformers.utils import logging  # after the variable above
+
+    logging.disable_progress_bar()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory) -> Path:
+    """A tiny model with a tokenizer."""
+    from tests.helpers.evaluation import save_tiny_model
+
+    return save_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def pipe(model_folder):
+    """kvpress' pipeline around it."""
+    from kvpress_prob.models.loading import load_pipeline
+
+    return load_pipeline(str(model_folder))
+
+
+@pytest.fixture(scope="session")
+def ruler_file(tmp_path_factory) -> Path:
+    """Data in kvpress' schema for it."""
+    from tests.helpers.evaluation import ruler_rows, write_rows
+
+    return write_rows(tmp_path_factory.mktemp("data") / "rows.jsonl", ruler_rows())

@@ -1,4 +1,4 @@
-"""The figures: one panel each, from the tables of ``evaluation.statistics`` (see there for columns).
+"""The figures: one panel each, from the tables of ``records.statistics`` (see there for columns).
 
 A panel has no legend of its own; ``with_legend`` adds one for files that stand alone. Lines and intervals carry the
 group id ``series-INDEX`` and ``band-INDEX`` of their press, which the report page uses.

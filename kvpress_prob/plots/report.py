@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from kvpress_prob.plots import figures
 from kvpress_prob.plots.style import DENSE, Style, styles_of
-from kvpress_prob.results import Example, Record
+from kvpress_prob.records import Example, Record
 
 INK = "#010203"
 """Stands for the page's text colour until the SVG is in the page."""
@@ -58,7 +58,7 @@ def write_report(
     examples : list of Example
     records : list of Record
     tables : dict
-        The fields of ``evaluation.statistics.Tables``.
+        The fields of ``records.statistics.Tables``.
 
     Returns
     -------

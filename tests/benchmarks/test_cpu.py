@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 
 from benchmarks import attention_error, decode_cpu, halves, pooled, prefill_cost, running, target_ratio, text_fidelity
-from kvpress_prob.results import to_line
+from kvpress_prob.records import to_line
 from tests.helpers.evaluation import save_tiny_model
 from tests.helpers.records import made_up_run
 

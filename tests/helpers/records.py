@@ -2,7 +2,7 @@
 
 import random
 
-from kvpress_prob.results import Example, Record
+from kvpress_prob.records import Example, Record
 
 PRESSES = ("no_press", "prob_min_h", "prob_best", "snapkv", "knorm", "adakv_snapkv")
 SKILL = {"no_press": 0.0, "prob_best": 0.3, "prob_min_h": 0.5, "snapkv": 0.6, "adakv_snapkv": 0.55, "knorm": 0.9}

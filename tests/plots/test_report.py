@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from kvpress_prob.evaluation.statistics import tabulate
 from kvpress_prob.plots import write_report
 from kvpress_prob.plots.style import styles_of
+from kvpress_prob.records.statistics import tabulate
 from tests.helpers.records import PRESSES, RATIOS, TASKS, made_up_run
 
 BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")

@@ -18,8 +18,8 @@ from kvpress_prob import (
     ProbabilisticPress,
     Reconstruction,
 )
-from kvpress_prob.evaluation.models import load_pipeline
 from kvpress_prob.hf import AttentionInputs, LayerPrefill
+from kvpress_prob.models.loading import load_pipeline
 from kvpress_prob.sources import LayerSource, kvzip_prompt
 from tests.helpers.evaluation import save_tiny_model
 from tests.helpers.models import ARCHITECTURES, tiny_llama, tokens

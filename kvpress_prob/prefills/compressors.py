@@ -1,0 +1,287 @@
+"""How each kind of press compresses copies of a shared prefill.
+
+kvpress' presses are never re-implemented: their own forward hooks run on the recorded layers. Only their scores are
+remembered where they do not depend on ratio and seed.
+"""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol, cast
+
+import torch
+from kvpress import (
+    AdaKVPress,
+    BasePress,
+    ExpectedAttentionPress,
+    KeyDiffPress,
+    KnormPress,
+    KVzipPress,
+    ScorerPress,
+    SnapKVPress,
+    StreamingLLMPress,
+    TOVAPress,
+)
+from torch import Tensor, nn
+from transformers import DynamicCache, Gemma3ForConditionalGeneration, PreTrainedModel
+
+from kvpress_prob.hf import LayerPrefill, cache_bytes
+from kvpress_prob.hf.prefill import decoder_of
+from kvpress_prob.prefills.shared_prefill import Compressed, Costs, MaskedIndices, SharedPrefill, copied
+from kvpress_prob.presses import AttentionPress, H2OPress, MinVariancePress, ProbabilisticPress
+from kvpress_prob.presses.compression import Compression
+
+RATIO_FREE = (
+    AttentionPress, ExpectedAttentionPress, H2OPress, KeyDiffPress, KnormPress, MinVariancePress, SnapKVPress,
+    TOVAPress,
+)  # fmt: skip
+"""Scorers whose scores depend on neither ratio nor seed. Others are scored anew for every row, which is always right:
+StreamingLLM's scores know the ratio, Compactor's the ratio and the random state."""
+SEED_FREE = (KVzipPress, StreamingLLMPress)
+"""Presses whose outcome depends on the ratio but not on the seed."""
+DRAW_ONLY = {
+    "sampler": "systematic", "correction": "none", "temperature": 1.0, "max_weight": 1.0, "allocation": "global",
+    "budget_weighting": "uniform", "combine": "max", "calibrate": False, "seed": None, "compression_ratio": 0.0,
+}  # fmt: skip
+"""Fields of ``ProbabilisticPress`` that matter when drawing and not when gathering, with any valid values."""
+
+
+class Compressor(Protocol):
+    """One press on one shared prefill."""
+
+    def compress(self, ratio: float, seed: int | None) -> Compressed: ...
+
+
+def compressor(press: BasePress | None, shared: SharedPrefill) -> Compressor:
+    """How to compress copies of ``shared`` with a press; None is no press.
+
+    The press object is used up: nobody else may use it afterwards.
+
+    Raises
+    ------
+    ValueError
+        If kvpress would let the press compress sliding-window layers too, which a shared prefill does not.
+    """
+    if press is None:
+        return _Dense(shared)
+    if isinstance(press, ProbabilisticPress):
+        return _Probabilistic(press, shared)
+    _check_layers(press, shared)
+    if isinstance(press, KVzipPress):
+        return _KVzip(press, shared)
+    return _Hooks(press, shared)
+
+
+def draws(press: BasePress | None) -> bool:
+    """Whether the outcome depends on the seed."""
+    return isinstance(press, ProbabilisticPress) or not _is_ratio_free(press, (*RATIO_FREE, *SEED_FREE))
+
+
+def _check_layers(press: BasePress, shared: SharedPrefill) -> None:
+    model = shared.prefill.model
+    layers = len(decoder_of(model).layers)
+    if len(shared.layers) < layers and not isinstance(model, Gemma3ForConditionalGeneration):
+        raise ValueError(
+            f"press must be one of this package's for a model with sliding-window layers, got {type(press).__name__}, "
+            f"which compresses all {layers} layers of {type(model).__name__}"
+        )
+
+
+class _Dense:
+    """The dense cache itself."""
+
+    def __init__(self, shared: SharedPrefill):
+        self.shared = shared
+
+    def compress(self, ratio: float, seed: int | None) -> Compressed:
+        return _measured(self.shared, self.shared.copy_cache(), {}, Costs())
+
+
+class _Probabilistic:
+    """This package's press: gather once, draw and pack for every ratio and seed."""
+
+    def __init__(self, press: ProbabilisticPress, shared: SharedPrefill):
+        press.post_init_from_model(shared.prefill.model)
+        self.press, self.shared = press, shared
+
+    def compress(self, ratio: float, seed: int | None) -> Compressed:
+        costs = Costs()
+        compression = self._gathered(ratio, costs) if ratio else Compression(self.press)
+        prefill = replace(self.shared.prefill, cache=self.shared.copy_cache())
+        with costs.clock("compress_ms", self.shared.device):
+            report = compression.pack(prefill, ratio, seed)
+        done = _measured(self.shared, cast(DynamicCache, prefill.cache), {}, costs)
+        return replace(done, layer_ratios=report.layer_ratios, effective_fraction=report.effective_fraction)
+
+    def _gathered(self, ratio: float, costs: Costs) -> Compression:
+        """This press' proposals; shared with presses that differ only in how they draw from them."""
+        # Some scorers score differently at different ratios.
+        free = all(type(component.press) in RATIO_FREE for component in self.press.components)
+        self.press.prepare_scorers(0.0 if free else ratio)
+        key = repr(replace(self.press, **DRAW_ONLY))
+        if key not in self.shared.gathered:
+            self.press.compression_ratio = ratio
+            compression = Compression(self.press)
+            with costs.clock("spent_ms", self.shared.device), _rotary_embeddings(self.shared.prefill.model):
+                for layer in self.shared.layers:
+                    compression.layer(layer)
+                compression.complete(self.shared.prefill)
+            self.shared.gathered[key] = compression, costs.spent_ms
+        compression, costs.score_ms = self.shared.gathered[key]
+        mine = copy.copy(compression)
+        mine.press = self.press
+        return mine
+
+
+class _Hooks:
+    """A kvpress press that works in its forward hook, layer by layer."""
+
+    def __init__(self, press: BasePress, shared: SharedPrefill):
+        press.post_init_from_model(shared.prefill.model)
+        self.press, self.shared = press, shared
+        self.remember = _is_ratio_free(press, RATIO_FREE)
+        self.costs = Costs()
+        self.known_ms = 0.0
+        scorer = _scorer_of(press)
+        if scorer is not None:
+            self._instrument(scorer)
+
+    def _instrument(self, scorer: ScorerPress) -> None:
+        """Time the press' own ``score``, and remember its results where that is right."""
+        score, known = scorer.score, {}
+
+        def timed(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+            if module not in known:
+                with self.costs.clock("spent_ms", self.shared.device):
+                    scores = score(module, *args, **kwargs)
+                if not self.remember:
+                    return scores
+                known[module] = scores
+            return known[module].clone()  # AdaKV writes into the scores
+
+        cast(Any, scorer).score = timed
+
+    def compress(self, ratio: float, seed: int | None) -> Compressed:
+        cast(Any, self.press).compression_ratio = ratio
+        cache = self.shared.copy_cache()
+        self.costs = costs = Costs()
+        with (
+            costs.clock("compress_ms", self.shared.device),
+            _rotary_embeddings(self.shared.prefill.model),
+            _random_state(seed),
+        ):
+            for layer in self.shared.layers:
+                kwargs = {**layer.kwargs, "hidden_states": layer.hidden_states, "past_key_values": cache}
+                self.press.forward_hook(layer.module, [], kwargs, [None, layer.attentions])
+        costs.compress_ms -= costs.spent_ms
+        self.known_ms = self.known_ms if self.remember and self.known_ms else costs.spent_ms
+        costs.score_ms = self.known_ms if ratio else 0.0
+        return _measured(self.shared, cache, _take_masked(self.shared.layers), costs)
+
+
+class _KVzip:
+    """kvpress' KVzip: reconstructs the context on its cache after the prefill, then masks.
+
+    Its reconstruction passes run once; its own selection runs again for every ratio.
+    """
+
+    def __init__(self, press: KVzipPress, shared: SharedPrefill):
+        self.press, self.shared = press, shared
+        self.known_ms = 0.0
+        self.scores: Tensor | None = None
+
+    def compress(self, ratio: float, seed: int | None) -> Compressed:
+        costs = Costs()
+        if not ratio:
+            return _measured(self.shared, self.shared.copy_cache(), {}, costs)
+        if self.scores is None:
+            self._reconstruct(costs)
+        costs.score_ms = self.known_ms
+        with costs.clock("compress_ms", self.shared.device):
+            self.press.compression_ratio = ratio
+            self.press.score_val = cast(Tensor, self.scores).clone()  # pyright: ignore[reportAttributeAccessIssue]
+            self.press.compress_post(self.shared.prefill.model)
+        return _measured(self.shared, copied(self.reconstructed), _take_masked(self.shared.layers), costs)
+
+    def _reconstruct(self, costs: Costs) -> None:
+        """Run the press' block as if the prefill had just happened inside it, and keep its scores."""
+        press, prefill = self.press, self.shared.prefill
+        self.reconstructed = self.shared.copy_cache()
+        press.compression_ratio = 0.5  # any ratio > 0 makes it score
+        press.compress_post = self._keep_scores  # pyright: ignore[reportAttributeAccessIssue]
+        with (
+            costs.clock("spent_ms", self.shared.device),
+            _rotary_embeddings(prefill.model),
+            press(prefill.model),
+        ):
+            # What its wrapper around the model's forward notes during a prefill.
+            cast(Any, press)._context_ids, cast(Any, press)._cache = prefill.input_ids, self.reconstructed
+        del press.compress_post
+        if self.scores is None:
+            raise RuntimeError("kvpress' KVzipPress did not score: its internals have changed")
+        self.known_ms = costs.spent_ms
+
+    def _keep_scores(self, model: PreTrainedModel) -> None:
+        self.scores = self.press.score_val
+
+
+def _scorer_of(press: Any) -> ScorerPress | None:
+    """The scorer that a press asks: itself, or the press it wraps."""
+    while not isinstance(press, ScorerPress):
+        press = getattr(press, "press", None)
+        if press is None:
+            return None
+    return press
+
+
+def _is_ratio_free(press: BasePress | None, types: tuple[type, ...]) -> bool:
+    """Whether a press scores with one of the types, itself or through AdaKV, which only selects."""
+    inner = press.press if isinstance(press, AdaKVPress) else press
+    return inner is None or type(inner) in types
+
+
+def _measured(shared: SharedPrefill, cache: DynamicCache, masked: MaskedIndices, costs: Costs) -> Compressed:
+    """Measure a cache that a press has compressed."""
+    ratios = []
+    for layer in shared.layers:
+        stored = cast(Tensor, cache.layers[cast(int, layer.module.layer_idx)].keys).shape[2]
+        hidden = len(masked[layer.module][0]) / layer.keys.shape[1] if layer.module in masked else 0
+        ratios.append(1 - (stored - hidden) / shared.tokens)
+    return Compressed(cache, masked, ratios, None, cache_bytes(cache), costs)
+
+
+def _take_masked(layers: list[LayerPrefill]) -> MaskedIndices:
+    """Collect what a press asked kvpress' attention to hide, and clear it from the modules."""
+    masked: MaskedIndices = {}
+    for layer in layers:
+        module: Any = layer.module
+        indices = getattr(module, "masked_key_indices", None)
+        if indices is not None:
+            masked[module] = indices
+        module.masked_key_indices = None
+    return masked
+
+
+@contextmanager
+def _rotary_embeddings(model: PreTrainedModel) -> Iterator[None]:
+    """Put the rotary embedding where kvpress' scorers look for it, and take it away again."""
+    decoder = decoder_of(model)
+    modules = [layer.self_attn for layer in decoder.layers] if hasattr(decoder, "rotary_emb") else []
+    missing = [module for module in modules if not hasattr(module, "rotary_emb")]
+    for module in missing:
+        module.rotary_emb = decoder.rotary_emb
+    try:
+        yield
+    finally:
+        for module in missing:
+            del module.rotary_emb
+
+
+@contextmanager
+def _random_state(seed: int | None) -> Iterator[None]:
+    """Some kvpress presses use the global random state: seed it inside the block, restore it after."""
+    with torch.random.fork_rng():
+        if seed is not None:
+            torch.manual_seed(seed)
+        yield

