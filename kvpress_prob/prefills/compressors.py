@@ -17,6 +17,7 @@ from kvpress import (
     ExpectedAttentionPress,
     KeyDiffPress,
     KnormPress,
+    KVgradPress,
     KVzipPress,
     ScorerPress,
     SnapKVPress,
@@ -208,6 +209,8 @@ class _KVzip:
         """Run the press' block as if the prefill had just happened inside it, and keep its scores."""
         press, prefill = self.press, self.shared.prefill
         self.reconstructed = self.shared.copy_cache()
+        if isinstance(press, KVgradPress):
+            _leave_inference_mode(self.reconstructed)
         press.compression_ratio = 0.5  # any ratio > 0 makes it score
         press.compress_post = self._keep_scores  # pyright: ignore[reportAttributeAccessIssue]
         with (
@@ -216,7 +219,8 @@ class _KVzip:
             press(prefill.model),
         ):
             # What its wrapper around the model's forward notes during a prefill.
-            cast(Any, press)._context_ids, cast(Any, press)._cache = prefill.input_ids, self.reconstructed
+            ids = cast(Tensor, prefill.input_ids)
+            cast(Any, press)._context_ids, cast(Any, press)._cache = ids.clone(), self.reconstructed
         del press.compress_post
         if self.scores is None:
             raise RuntimeError("kvpress' KVzipPress did not score: its internals have changed")
@@ -224,6 +228,13 @@ class _KVzip:
 
     def _keep_scores(self, model: PreTrainedModel) -> None:
         self.scores = self.press.score_val
+
+
+def _leave_inference_mode(cache: DynamicCache) -> None:
+    """Give a cache tensors that autograd may save."""
+    with torch.inference_mode(False):
+        for layer in cache.layers:
+            layer.keys, layer.values = cast(Tensor, layer.keys).clone(), cast(Tensor, layer.values).clone()
 
 
 def _scorer_of(press: Any) -> ScorerPress | None:

@@ -1,8 +1,9 @@
 """The presses of an evaluation: this package's by their registry names, and kvpress' as baselines.
 
 Baselines have the names and settings of kvpress' own evaluation registry, so that ``eval`` and ``sweep`` mean the same
-by a name. Two are added: ``h2o``, kvpress' ObservedAttentionPress without eager attention, and
-``expected_attention_topk``, which really evicts where kvpress' ``expected_attention`` (inside AdaKV) masks.
+by a name; presses that it does not list are named after their class. Two are added: ``h2o``, kvpress'
+ObservedAttentionPress without eager attention, and ``expected_attention_topk``, which really evicts where kvpress'
+``expected_attention`` (inside AdaKV) masks.
 """
 
 from collections.abc import Callable
@@ -12,11 +13,23 @@ from typing import Any, cast
 from kvpress import (
     AdaKVPress,
     BasePress,
+    CapPress,
+    ChunkKVPress,
     CompactorPress,
+    CriticalAdaKVPress,
+    CriticalKVPress,
+    CURPress,
     ExpectedAttentionPress,
     KeyDiffPress,
     KnormPress,
+    KVgradPress,
     KVzipPress,
+    LagKVPress,
+    LeverageScorePress,
+    MergingPress,
+    NonCausalAttnPress,
+    PyramidKVPress,
+    RandomPress,
     SnapKVPress,
     StreamingLLMPress,
     TOVAPress,
@@ -37,6 +50,19 @@ BASELINES: dict[str, Callable[[], BasePress]] = {
     "expected_attention": lambda: AdaKVPress(ExpectedAttentionPress(epsilon=1e-2)),
     "adakv_snapkv": lambda: AdaKVPress(SnapKVPress()),
     "kvzip": KVzipPress,
+    "kvgrad": KVgradPress,
+    "critical_snapkv": lambda: CriticalKVPress(SnapKVPress()),
+    "critical_adakv_snapkv": lambda: CriticalAdaKVPress(SnapKVPress()),
+    "critical_expected_attention": lambda: CriticalKVPress(ExpectedAttentionPress(use_vnorm=False)),
+    "pyramidkv": PyramidKVPress,
+    "chunkkv": lambda: ChunkKVPress(SnapKVPress(), chunk_length=20),
+    "merging_snapkv": lambda: MergingPress(SnapKVPress()),
+    "lagkv": LagKVPress,
+    "cur": CURPress,
+    "cap": CapPress,
+    "leverage": LeverageScorePress,
+    "non_causal": NonCausalAttnPress,
+    "random": RandomPress,
 }
 
 
@@ -98,6 +124,8 @@ def _changed(owner: Any, options: dict[str, Any]) -> Any:
 
     A key reaches into fields and, by number, into lists: ``press.max_rows``, ``press.0.press.source.fraction``.
     """
+    if not options:
+        return owner
     if isinstance(owner, list):
         allowed = [str(index) for index in range(len(owner))]
         values: dict[str, Any] = dict(zip(allowed, owner, strict=True))
