@@ -14,14 +14,16 @@ import torch
 from kvpress import (
     AdaKVPress,
     BasePress,
+    CompactorPress,
     ExpectedAttentionPress,
     KeyDiffPress,
     KnormPress,
     KVgradPress,
     KVzipPress,
+    LeverageScorePress,
+    RandomPress,
     ScorerPress,
     SnapKVPress,
-    StreamingLLMPress,
     TOVAPress,
 )
 from torch import Tensor, nn
@@ -39,8 +41,8 @@ RATIO_FREE = (
 )  # fmt: skip
 """Scorers whose scores depend on neither ratio nor seed. Others are scored anew for every row, which is always right:
 StreamingLLM's scores know the ratio, Compactor's the ratio and the random state."""
-SEED_FREE = (KVzipPress, StreamingLLMPress)
-"""Presses whose outcome depends on the ratio but not on the seed."""
+DRAWING = (CompactorPress, LeverageScorePress, RandomPress)
+"""kvpress' scorers that use the random state."""
 DRAW_ONLY = {
     "sampler": "systematic", "correction": "none", "temperature": 1.0, "max_weight": 1.0, "allocation": "global",
     "budget_weighting": "uniform", "combine": "max", "calibrate": False, "seed": None, "compression_ratio": 0.0,
@@ -76,7 +78,7 @@ def compressor(press: BasePress | None, shared: SharedPrefill) -> Compressor:
 
 def draws(press: BasePress | None) -> bool:
     """Whether the outcome depends on the seed."""
-    return isinstance(press, ProbabilisticPress) or not _is_ratio_free(press, (*RATIO_FREE, *SEED_FREE))
+    return isinstance(press, ProbabilisticPress) or isinstance(_scorer_of(press), DRAWING)
 
 
 def _check_layers(press: BasePress, shared: SharedPrefill) -> None:
@@ -239,10 +241,8 @@ def _leave_inference_mode(cache: DynamicCache) -> None:
 
 def _scorer_of(press: Any) -> ScorerPress | None:
     """The scorer that a press asks: itself, or the press it wraps."""
-    while not isinstance(press, ScorerPress):
+    while not isinstance(press, ScorerPress | None):
         press = getattr(press, "press", None)
-        if press is None:
-            return None
     return press
 
 

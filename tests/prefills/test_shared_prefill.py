@@ -56,7 +56,7 @@ def test_ratio_zero_is_dense(shared, name):
 
 def test_which_presses_draw():
     drawing = {name for name in press_names() if draws(PressSpec(name).build())}
-    assert drawing == {name for name in press_names() if name.startswith("prob_")} | {"compactor"}
+    assert drawing == {name for name in press_names() if name.startswith("prob_")} | {"compactor", "leverage", "random"}
 
 
 def test_global_random_state_is_untouched(shared):
