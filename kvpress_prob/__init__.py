@@ -3,12 +3,14 @@ decoding."""
 
 from kvpress_prob.hf import DecodingBudget, load_compressed, save_compressed
 from kvpress_prob.presses import (
+    PHYSICAL_PRESSES,
     PRESSES,
     AttentionPress,
     Component,
     CompressionReport,
     H2OPress,
     MinVariancePress,
+    PhysicalPress,
     ProbabilisticPress,
     make_press,
 )
@@ -17,6 +19,7 @@ from kvpress_prob.sources import ExpectedQueries, Lookahead, PrefillRows, Recons
 __version__ = "0.1.0"
 
 __all__ = [
+    "PHYSICAL_PRESSES",
     "PRESSES",
     "AttentionPress",
     "Component",
@@ -26,6 +29,7 @@ __all__ = [
     "H2OPress",
     "Lookahead",
     "MinVariancePress",
+    "PhysicalPress",
     "PrefillRows",
     "ProbabilisticPress",
     "Reconstruction",

@@ -20,7 +20,7 @@ import yaml
 from jsonargparse import ArgumentParser
 from transformers.utils.logging import disable_progress_bar
 
-from kvpress_prob import PRESSES, __version__
+from kvpress_prob import PHYSICAL_PRESSES, PRESSES, __version__
 from kvpress_prob.sweeps.configuration import SweepConfig
 from kvpress_prob.sweeps.sweep import run_sweep
 
@@ -168,6 +168,7 @@ def list_names() -> None:
 
     for title, names in (
         ("presses of this package", PRESSES),
+        ("presses of kvpress that hide entries, made to evict them", PHYSICAL_PRESSES),
         ("baselines", [NO_PRESS, *BASELINES]),
         ("RULER tasks", RULER_TASKS),
         ("RULER tasks that can be generated", generator.TASKS),

@@ -21,7 +21,7 @@ from platformdirs import user_cache_path
 from kvpress_prob.examples.metrics import BENCHMARKS
 from kvpress_prob.examples.tasks import check_columns, read_table
 from kvpress_prob.prefills.press_spec import BASELINES
-from kvpress_prob.presses import PRESSES, make_press
+from kvpress_prob.presses import PHYSICAL_PRESSES, PRESSES, make_press
 
 SCRIPT = "evaluate.py"
 
@@ -52,7 +52,7 @@ def run_kvpress_evaluation(
         raise ValueError(f"kvpress_evaluation must be kvpress' evaluation folder, got '{folder}' without {SCRIPT}")
     with _importable(folder), tempfile.TemporaryDirectory() as scratch:
         registry = import_module("evaluate_registry")
-        registry.PRESS_REGISTRY.update({name: make_press(name, seed=seed) for name in PRESSES})
+        registry.PRESS_REGISTRY.update({name: make_press(name, seed=seed) for name in (*PRESSES, *PHYSICAL_PRESSES)})
         added = [name for name in BASELINES if name not in registry.PRESS_REGISTRY]
         registry.PRESS_REGISTRY.update({name: BASELINES[name]() for name in added})
         dataset = _choice(arguments, "dataset", list(registry.DATASET_REGISTRY), "ruler")

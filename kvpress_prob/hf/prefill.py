@@ -245,7 +245,7 @@ class _Session(threading.local):
         inputs = embeds if ids is None else ids
         if inputs is None or (cache is not None and cache.get_seq_length() > 0):
             return
-        valid = _validity(given.get("attention_mask"), inputs)
+        valid = validity(given.get("attention_mask"), inputs)
         positions = given.get("position_ids")
         last = inputs.shape[1] - 1 if positions is None else positions[..., -1]
         next_position = torch.as_tensor(last, device=inputs.device).expand(inputs.shape[0]) + 1
@@ -326,7 +326,7 @@ class _Session(threading.local):
                 )
 
 
-def _validity(attention_mask: Any, inputs: Tensor) -> Tensor:
+def validity(attention_mask: Any, inputs: Tensor) -> Tensor:
     """Validity [b, t] of a prefill's tokens from a mask [b, t], a mask [b or 1, heads, t, t], or a dict of such masks.
 
     Only left padding is understood. Tokens may see more than the ones before them (images do).

@@ -15,6 +15,9 @@ from kvpress import (
     AdaKVPress,
     BasePress,
     CompactorPress,
+    CriticalAdaKVPress,
+    DMSPress,
+    DuoAttentionPress,
     ExpectedAttentionPress,
     KeyDiffPress,
     KnormPress,
@@ -29,10 +32,10 @@ from kvpress import (
 from torch import Tensor, nn
 from transformers import DynamicCache, Gemma3ForConditionalGeneration, PreTrainedModel
 
-from kvpress_prob.hf import LayerPrefill, cache_bytes
+from kvpress_prob.hf import LayerPrefill, cache_bytes, evict_hidden
 from kvpress_prob.hf.prefill import decoder_of
 from kvpress_prob.prefills.shared_prefill import Compressed, Costs, MaskedIndices, SharedPrefill, copied
-from kvpress_prob.presses import AttentionPress, H2OPress, MinVariancePress, ProbabilisticPress
+from kvpress_prob.presses import AttentionPress, H2OPress, MinVariancePress, PhysicalPress, ProbabilisticPress
 from kvpress_prob.presses.compression import Compression
 
 RATIO_FREE = (
@@ -64,13 +67,18 @@ def compressor(press: BasePress | None, shared: SharedPrefill) -> Compressor:
     Raises
     ------
     ValueError
-        If kvpress would let the press compress sliding-window layers too, which a shared prefill does not.
+        If kvpress would let the press compress sliding-window layers too, which a shared prefill does not, or if it
+        has no compression ratio.
     """
     if press is None:
         return _Dense(shared)
     if isinstance(press, ProbabilisticPress):
         return _Probabilistic(press, shared)
+    if isinstance(press, PhysicalPress):
+        return _Physical(press, shared)
     _check_layers(press, shared)
+    if isinstance(press, DMSPress):
+        raise ValueError(f"press must have a compression ratio, got {type(press).__name__}, which has a threshold")
     if isinstance(press, KVzipPress):
         return _KVzip(press, shared)
     return _Hooks(press, shared)
@@ -166,7 +174,12 @@ class _Hooks:
         cast(Any, scorer).score = timed
 
     def compress(self, ratio: float, seed: int | None) -> Compressed:
-        cast(Any, self.press).compression_ratio = ratio
+        if isinstance(self.press, DuoAttentionPress):
+            # Its ratio is one of heads, and read when it meets the model.
+            self.press.head_compression_ratio = ratio
+            self.press.post_init_from_model(self.shared.prefill.model)
+        else:
+            cast(Any, self.press).compression_ratio = ratio
         cache = self.shared.copy_cache()
         self.costs = costs = Costs()
         with (
@@ -239,6 +252,23 @@ def _leave_inference_mode(cache: DynamicCache) -> None:
             layer.keys, layer.values = cast(Tensor, layer.keys).clone(), cast(Tensor, layer.values).clone()
 
 
+class _Physical:
+    """A kvpress press that hides entries, whose hidden entries are evicted."""
+
+    def __init__(self, press: PhysicalPress, shared: SharedPrefill):
+        self.hiding, self.shared = compressor(press.press, shared), shared
+
+    def compress(self, ratio: float, seed: int | None) -> Compressed:
+        done = self.hiding.compress(ratio, seed)
+        if not done.masked:
+            return done
+        prefill = self.shared.prefill
+        hidden = {cast(int, module.layer_idx): indices for module, indices in done.masked.items()}
+        with done.costs.clock("compress_ms", self.shared.device):
+            evict_hidden(done.cache, prefill.layers, hidden, prefill.valid)
+        return replace(done, masked={}, nbytes=cache_bytes(done.cache))
+
+
 def _scorer_of(press: Any) -> ScorerPress | None:
     """The scorer that a press asks: itself, or the press it wraps."""
     while not isinstance(press, ScorerPress | None):
@@ -247,8 +277,8 @@ def _scorer_of(press: Any) -> ScorerPress | None:
 
 
 def _is_ratio_free(press: BasePress | None, types: tuple[type, ...]) -> bool:
-    """Whether a press scores with one of the types, itself or through AdaKV, which only selects."""
-    inner = press.press if isinstance(press, AdaKVPress) else press
+    """Whether a press scores with one of the types, itself or through AdaKV or CriticalAdaKV, which only select."""
+    inner = press.press if isinstance(press, AdaKVPress | CriticalAdaKVPress) else press
     return inner is None or type(inner) in types
 
 
@@ -268,7 +298,7 @@ def _take_masked(layers: list[LayerPrefill]) -> MaskedIndices:
     for layer in layers:
         module: Any = layer.module
         indices = getattr(module, "masked_key_indices", None)
-        if indices is not None:
+        if indices is not None and len(indices[0]):
             masked[module] = indices
         module.masked_key_indices = None
     return masked

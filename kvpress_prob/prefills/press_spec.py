@@ -35,7 +35,7 @@ from kvpress import (
     TOVAPress,
 )
 
-from kvpress_prob.presses import PRESSES, H2OPress, make_press
+from kvpress_prob.presses import PHYSICAL_PRESSES, PRESSES, H2OPress, make_press
 
 NO_PRESS = "no_press"
 BASELINES: dict[str, Callable[[], BasePress]] = {
@@ -68,7 +68,7 @@ BASELINES: dict[str, Callable[[], BasePress]] = {
 
 def press_names() -> list[str]:
     """All names that a configuration may use."""
-    return [NO_PRESS, *PRESSES, *BASELINES]
+    return [NO_PRESS, *PRESSES, *PHYSICAL_PRESSES, *BASELINES]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class PressSpec:
             if self.options:
                 raise ValueError(f"options of {NO_PRESS} must be empty, got {self.options}")
             return None
-        press = make_press(self.press) if self.press in PRESSES else BASELINES[self.press]()
+        press = BASELINES[self.press]() if self.press in BASELINES else make_press(self.press)
         try:
             return _changed(press, self.options)
         except AssertionError as error:  # how kvpress' presses refuse a value

@@ -4,13 +4,20 @@
 draws, count weights, uncentred values). ``prob_best`` is this package's best, from rows that repeat the context and
 rows that read it; ``prob_fast`` reads only and makes no pass of its own. The other ``prob_*`` wrap kvpress' own
 scorers; ``prob_kvzip`` is KVzip's scores and selection without its prompt, and memory that drops.
+
+``PHYSICAL_PRESSES`` are kvpress' own presses that hide entries, by the names and with the settings of its evaluation
+registry, in a ``PhysicalPress``: the same answers, and memory that drops.
 """
 
 from collections.abc import Callable
 
 from kvpress import (
+    AdaKVPress,
+    CriticalAdaKVPress,
+    DuoAttentionPress,
     ExpectedAttentionPress,
     KnormPress,
+    KVzipPress,
     ScorerPress,
     SnapKVPress,
     StreamingLLMPress,
@@ -21,6 +28,7 @@ from kvpress_prob.presses.attention_press import AttentionPress
 from kvpress_prob.presses.component import Component
 from kvpress_prob.presses.h2o_press import H2OPress
 from kvpress_prob.presses.min_variance_press import MinVariancePress
+from kvpress_prob.presses.physical_press import PhysicalPress
 from kvpress_prob.presses.probabilistic_press import ProbabilisticPress
 from kvpress_prob.sources import Reconstruction
 
@@ -67,24 +75,34 @@ PRESSES: dict[str, Callable[[int | None], ProbabilisticPress]] = {
 }
 
 
-def make_press(name: str, compression_ratio: float = 0.0, seed: int | None = 0) -> ProbabilisticPress:
+PHYSICAL_PRESSES: dict[str, Callable[[], PhysicalPress]] = {
+    "adakv_snapkv_physical": lambda: PhysicalPress(AdaKVPress(SnapKVPress())),
+    "critical_adakv_snapkv_physical": lambda: PhysicalPress(CriticalAdaKVPress(SnapKVPress())),
+    "expected_attention_physical": lambda: PhysicalPress(AdaKVPress(ExpectedAttentionPress(epsilon=1e-2))),
+    "kvzip_physical": lambda: PhysicalPress(KVzipPress()),
+    "duo_attention_physical": lambda: PhysicalPress(DuoAttentionPress()),
+}
+
+
+def make_press(name: str, compression_ratio: float = 0.0, seed: int | None = 0) -> ProbabilisticPress | PhysicalPress:
     """A new press by name.
 
     Parameters
     ----------
     name : str
-        A key of ``PRESSES``.
+        A key of ``PRESSES`` or ``PHYSICAL_PRESSES``.
     compression_ratio : float, default=0.0
+        DuoAttention takes it as the ratio of its heads.
     seed : int, optional, default=0
-        Seed of the draw.
+        Seed of the draw, for the presses that draw.
 
     Raises
     ------
     ValueError
         For an unknown name; the message lists the known ones.
     """
-    if name not in PRESSES:
-        raise ValueError(f"name must be one of {sorted(PRESSES)}, got {name!r}")
-    press = PRESSES[name](seed)
+    if name not in PRESSES and name not in PHYSICAL_PRESSES:
+        raise ValueError(f"name must be one of {sorted([*PRESSES, *PHYSICAL_PRESSES])}, got {name!r}")
+    press = PRESSES[name](seed) if name in PRESSES else PHYSICAL_PRESSES[name]()
     press.compression_ratio = compression_ratio
     return press

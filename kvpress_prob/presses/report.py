@@ -25,8 +25,8 @@ class CompressionReport:
         Number of draws of every head; None for the systematic sampler.
     bytes_before, bytes_after : int
         Bytes of the whole cache, sliding-window layers included, measured on its storages.
-    seed : int
-        Seed of the draw: pass it as ``seed=`` to repeat it.
+    seed : int or None
+        Seed of the draw: pass it as ``seed=`` to repeat it. None when nothing is drawn.
     """
 
     target_ratio: float
@@ -37,7 +37,7 @@ class CompressionReport:
     draws: Tensor | None
     bytes_before: int
     bytes_after: int
-    seed: int
+    seed: int | None
     settings: str = field(default="", repr=False)
 
     @property
@@ -80,7 +80,8 @@ class CompressionReport:
                 else ""
             ),
             f"  memory   {self.bytes_before / 1e6:.2f} MB -> {self.bytes_after / 1e6:.2f} MB",
-            f"  weights  effective sample size {self.effective_fraction:.1%} of kept; seed {self.seed}",
+            f"  weights  effective sample size {self.effective_fraction:.1%} of kept"
+            + ("" if self.seed is None else f"; seed {self.seed}"),
         ]
         if self.draws is not None:
             lines.append(f"  draws    {int(self.draws.min())} to {int(self.draws.max())} a head")

@@ -1,9 +1,12 @@
 """Compressing copies of one prefill."""
 
+import numpy as np
 import pytest
 import torch
-from kvpress import KVPressTextGenerationPipeline, ObservedAttentionPress
+from kvpress import DMSPress, DuoAttentionPress, KnormPress, KVPressTextGenerationPipeline, ObservedAttentionPress
+from transformers import DynamicCache
 
+from kvpress_prob import PHYSICAL_PRESSES, PhysicalPress, make_press
 from kvpress_prob.hf import RaggedLayer, cache_bytes
 from kvpress_prob.prefills.attention_error import DenseQuestion, attention_errors
 from kvpress_prob.prefills.compressors import compressor, draws
@@ -13,6 +16,13 @@ from kvpress_prob.prefills.shared_prefill import SharedPrefill
 from tests.helpers.evaluation import character_tokenizer, half_space_llama
 from tests.helpers.models import tiny_gemma3, tiny_llama, tokens
 from tests.helpers.oracle import biases_of
+
+
+@pytest.fixture(autouse=True)
+def _pattern(monkeypatch):
+    """DuoAttention's patterns are downloads: one of our own."""
+    pattern = 4, 16, np.array([[0.1, 0.9], [0.8, 0.2]])
+    monkeypatch.setattr(DuoAttentionPress, "load_attention_pattern", staticmethod(lambda model: pattern))
 
 
 @pytest.fixture
@@ -57,6 +67,34 @@ def test_ratio_zero_is_dense(shared, name):
 def test_which_presses_draw():
     drawing = {name for name in press_names() if draws(PressSpec(name).build())}
     assert drawing == {name for name in press_names() if name.startswith("prob_")} | {"compactor", "leverage", "random"}
+
+
+@pytest.mark.parametrize("name", PHYSICAL_PRESSES)
+def test_physical_copies_keep_what_is_not_hidden(pipe, shared, name):
+    """The masked copy and the physical one: ratios and answers are equal, bytes are not; the press itself agrees."""
+    hiding = compressor(make_press(name).press, shared)
+    physical = compressor(make_press(name), shared)
+    question = tokens(9, seed=4)
+    for ratio in (0.4, 0.8):
+        masked, done = hiding.compress(ratio, None), physical.compress(ratio, None)
+        assert masked.masked
+        assert not done.masked
+        assert done.layer_ratios == masked.layer_ratios
+        assert done.nbytes == cache_bytes(done.cache) < shared.nbytes <= masked.nbytes
+        want = decode_single(pipe, masked, shared.tokens, question, 12)
+        assert decode_single(pipe, done, shared.tokens, question, 12).text == want.text
+        press, cache = make_press(name, ratio), DynamicCache()
+        with torch.no_grad(), press(pipe.model):
+            pipe.model(tokens(120), past_key_values=cache)
+        for layer, other in zip(cache.layers, done.cache.layers, strict=True):
+            assert torch.equal(layer.store.length, other.store.length)
+            assert torch.equal(layer.store.keys[: layer.store.length[0]], other.store.keys[: layer.store.length[0]])
+
+
+def test_a_press_without_a_ratio_is_refused(shared):
+    for press in (DMSPress(KnormPress(), -1.0), PhysicalPress(DMSPress(KnormPress(), -1.0))):
+        with pytest.raises(ValueError, match="press must have a compression ratio, got DMSPress, which has a thresh"):
+            compressor(press, shared)
 
 
 def test_global_random_state_is_untouched(shared):
