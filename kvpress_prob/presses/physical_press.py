@@ -21,7 +21,7 @@ class PhysicalPress(BasePress):
     """
     A kvpress press that hides entries from attention, with the hidden entries really evicted.
 
-    kvpress' head-wise presses (AdaKV, CriticalAdaKV, KVzip, DuoAttention, DMS, LU-KV) keep the
+    kvpress' head-wise presses (AdaKV, CriticalAdaKV, KVzip, KVgrad, DuoAttention, DMS, LU-KV) keep the
     whole cache and hide entries while decoding, so they save no memory. Here the wrapped press runs as it is; behind
     its prefill everything that it hides is evicted into a store with a different number of entries for every head, with
     weight 1. Answers are those of the wrapped press, the bytes drop, and nothing is left on the model's modules.

@@ -17,6 +17,7 @@ from kvpress import (
     DuoAttentionPress,
     ExpectedAttentionPress,
     KnormPress,
+    KVgradPress,
     KVzipPress,
     ScorerPress,
     SnapKVPress,
@@ -80,6 +81,7 @@ PHYSICAL_PRESSES: dict[str, Callable[[], PhysicalPress]] = {
     "critical_adakv_snapkv_physical": lambda: PhysicalPress(CriticalAdaKVPress(SnapKVPress())),
     "expected_attention_physical": lambda: PhysicalPress(AdaKVPress(ExpectedAttentionPress(epsilon=1e-2))),
     "kvzip_physical": lambda: PhysicalPress(KVzipPress()),
+    "kvgrad_physical": lambda: PhysicalPress(KVgradPress()),
     "duo_attention_physical": lambda: PhysicalPress(DuoAttentionPress()),
 }
 

@@ -19,6 +19,7 @@ from kvpress import (
     KeyDiffPress,
     KnormPress,
     KVComposePress,
+    KVgradPress,
     KVzipPress,
     LUKVPress,
     SnapKVPress,
@@ -61,6 +62,7 @@ MASKING = {
     "CriticalAdaKV": lambda: CriticalAdaKVPress(SnapKVPress(0.6, window_size=8)),
     "KVzip": lambda: KVzipPress(0.6),
     "KVzip, every layer alike": lambda: KVzipPress(0.6, layerwise=True, chunk_size=50),
+    "KVgrad": lambda: KVgradPress(0.6),
     "DuoAttention": lambda: Patterns(0.5),
     "DMS": lambda: DMSPress(KeyDiffPress(), threshold=-0.2, sliding_window_size=16),
     "DuoAttention of ThinK": lambda: ComposedPress([ThinKPress(0.5, window_size=8), Patterns(0.5)]),
@@ -137,9 +139,9 @@ def test_answers_are_the_masked_runs_and_memory_drops(model, name):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [name for name in MASKING if not name.startswith("KVzip")])
+@pytest.mark.parametrize("name", [name for name in MASKING if not name.startswith(("KVzip", "KVgrad"))])
 def test_generate_inside_the_block(model, name):
-    """kvpress' KVzip cannot: it takes the newest token for the context."""
+    """kvpress' KVzip and KVgrad cannot: they take the newest token for the context."""
     ids, settings = tokens(100, seed=2), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     with MASKING[name]()(model):
         want = model.generate(ids, **settings)
@@ -151,9 +153,10 @@ def test_generate_inside_the_block(model, name):
 
 
 @torch.no_grad()
-def test_generate_inside_the_block_of_a_press_that_works_at_its_end(model):
+@pytest.mark.parametrize("name", ["KVzip", "KVgrad"])
+def test_generate_inside_the_block_of_a_press_that_works_at_its_end(model, name):
     ids, settings = tokens(100, seed=2), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
-    press, cache = PhysicalPress(MASKING["KVzip"]()), DynamicCache()
+    press, cache = PhysicalPress(MASKING[name]()), DynamicCache()
     with press(model):
         got = model.generate(ids, **settings)
     assert press.report.achieved_ratio == pytest.approx(0.6, abs=0.02)
