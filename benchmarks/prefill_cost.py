@@ -12,6 +12,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from kvpress import BasePress
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -20,6 +21,7 @@ from kvpress_prob import (
     AttentionPress,
     ExpectedQueries,
     MinVariancePress,
+    PhysicalPress,
     ProbabilisticPress,
     Reconstruction,
     make_press,
@@ -31,7 +33,7 @@ FRACTIONS = (1.0, 0.5, 0.25)
 """Parts of the context that are repeated."""
 
 
-def prefill(model: PreTrainedModel, ids: Tensor, press: ProbabilisticPress | None) -> DynamicCache:
+def prefill(model: PreTrainedModel, ids: Tensor, press: BasePress | None) -> DynamicCache:
     """The cache of a context, compressed or not."""
     cache = DynamicCache()
     if press is None:
@@ -52,7 +54,7 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A row a press; the dense prefill first."""
     model, tokenizer = load(arguments.model)
     name, ids = next(iter(token_ids(tokenizer, read_texts(arguments.text), arguments.tokens).items()))
-    presses: dict[str, ProbabilisticPress | None] = {
+    presses: dict[str, ProbabilisticPress | PhysicalPress | None] = {
         DENSE: None,
         "exact": ProbabilisticPress(MinVariancePress()),
         "max_rows=256": ProbabilisticPress(MinVariancePress(max_rows=256)),
@@ -62,7 +64,9 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     }
     for press in presses.values():
         if press is not None:
-            press.compression_ratio, press.seed = arguments.ratio, arguments.seed
+            press.compression_ratio = arguments.ratio
+        if isinstance(press, ProbabilisticPress):
+            press.seed = arguments.seed
     times = interleaved(
         {label: partial(prefill, model, ids, press) for label, press in presses.items()}, arguments.rounds
     )

@@ -11,14 +11,17 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvpress_prob.hf.cache import check_cache, compress_layer
 from kvpress_prob.hf.prefill import decoder_of, validity
 
+_ENCLOSED: WeakSet[nn.Module] = WeakSet()
+"""Decoders whose prefills are being enclosed right now."""
 HiddenEntries = dict[int, tuple[Tensor, Tensor, Tensor]]
 """Per layer, entries that attention is asked to hide: batch rows, KV heads and positions."""
 
@@ -47,7 +50,7 @@ def enclosed_prefills(
     """
     decoder = decoder_of(model)
     original = decoder.forward
-    if hasattr(original, "enclosed"):
+    if decoder in _ENCLOSED:
         raise ValueError("model is already inside a `with press(model)` block that encloses its prefills")
     signature = inspect.signature(original)
 
@@ -74,10 +77,13 @@ def enclosed_prefills(
             end(cache, valid)
         return output
 
-    forward.enclosed = True  # pyright: ignore[reportFunctionMemberAccess]
     with _own_attributes(decoder):
         decoder.forward = forward
-        yield
+        _ENCLOSED.add(decoder)
+        try:
+            yield
+        finally:
+            _ENCLOSED.discard(decoder)
 
 
 @contextmanager

@@ -129,7 +129,7 @@ class PhysicalPress(BasePress):
         )
         # How much DuoAttention and DMS hide follows from the context.
         follows = isinstance(press, DuoAttentionPress | DMSPress)
-        self.report = replace(report, target_ratio=report.achieved_ratio if follows else press.compression_ratio)
+        self.report = replace(report, target_ratio=report.achieved_ratio if follows else self.compression_ratio)
 
 
 def _nested(press: Any) -> Iterator[Any]:
