@@ -44,6 +44,16 @@ def _no_progress_bars():
     logging.disable_progress_bar()
 
 
+@pytest.fixture(autouse=True)
+def _attention_pattern(monkeypatch):
+    """DuoAttention's patterns are downloads: one for two layers of two heads instead."""
+    import numpy as np
+    from kvpress import DuoAttentionPress
+
+    pattern = 4, 16, np.array([[0.1, 0.9], [0.8, 0.2]])
+    monkeypatch.setattr(DuoAttentionPress, "load_attention_pattern", staticmethod(lambda model: pattern))
+
+
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory) -> Path:
     """A tiny model with a tokenizer."""

@@ -1,9 +1,8 @@
 """Compressing copies of one prefill."""
 
-import numpy as np
 import pytest
 import torch
-from kvpress import DMSPress, DuoAttentionPress, KnormPress, KVPressTextGenerationPipeline, ObservedAttentionPress
+from kvpress import DMSPress, KnormPress, KVPressTextGenerationPipeline, ObservedAttentionPress
 from transformers import DynamicCache
 
 from kvpress_prob import PHYSICAL_PRESSES, PhysicalPress, make_press
@@ -16,13 +15,6 @@ from kvpress_prob.prefills.shared_prefill import SharedPrefill
 from tests.helpers.evaluation import character_tokenizer, half_space_llama
 from tests.helpers.models import tiny_gemma3, tiny_llama, tokens
 from tests.helpers.oracle import biases_of
-
-
-@pytest.fixture(autouse=True)
-def _pattern(monkeypatch):
-    """DuoAttention's patterns are downloads: one of our own."""
-    pattern = 4, 16, np.array([[0.1, 0.9], [0.8, 0.2]])
-    monkeypatch.setattr(DuoAttentionPress, "load_attention_pattern", staticmethod(lambda model: pattern))
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """``PhysicalPress``: what a kvpress press hides is evicted; answers are the masked run's."""
 
 import inspect
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import kvpress
@@ -35,16 +34,6 @@ from tests.helpers.evaluation import save_tiny_model
 from tests.helpers.models import build, tiny_gemma3, tiny_llama, tokens
 
 
-@dataclass
-class Patterns(DuoAttentionPress):
-    """DuoAttention with a pattern at hand instead of a downloaded one."""
-
-    scores: np.ndarray = field(default_factory=lambda: np.array([[0.1, 0.9], [0.8, 0.2]]))
-
-    def load_attention_pattern(self, model):
-        return 4, 16, self.scores
-
-
 def budget_curve() -> np.ndarray:
     """What LU-KV prunes at each ratio: layers and heads differ."""
     return np.linspace(0.01, 0.99, 99).reshape(-1, 1, 1) * np.array([[0.6, 1.0], [0.9, 0.4]])
@@ -63,9 +52,9 @@ MASKING = {
     "KVzip": lambda: KVzipPress(0.6),
     "KVzip, every layer alike": lambda: KVzipPress(0.6, layerwise=True, chunk_size=50),
     "KVgrad": lambda: KVgradPress(0.6),
-    "DuoAttention": lambda: Patterns(0.5),
+    "DuoAttention": lambda: DuoAttentionPress(0.5),
     "DMS": lambda: DMSPress(KeyDiffPress(), threshold=-0.2, sliding_window_size=16),
-    "DuoAttention of ThinK": lambda: ComposedPress([ThinKPress(0.5, window_size=8), Patterns(0.5)]),
+    "DuoAttention of ThinK": lambda: ComposedPress([ThinKPress(0.5, window_size=8), DuoAttentionPress(0.5)]),
     "LU-KV": lambda: lukv(0.6),
 }
 
@@ -210,7 +199,7 @@ def test_two_prefills_in_one_block_and_a_default_cache(model):
 
 @torch.no_grad()
 @pytest.mark.parametrize(
-    "press", [AdaKVPress(SnapKVPress(0.0)), Patterns(0.0), KVzipPress(0.0)], ids=["AdaKV", "Duo", "KVzip"]
+    "press", [AdaKVPress(SnapKVPress(0.0)), DuoAttentionPress(0.0), KVzipPress(0.0)], ids=["AdaKV", "Duo", "KVzip"]
 )
 def test_nothing_hidden_leaves_the_dense_cache(model, press):
     physical, cache, ids = PhysicalPress(press), DynamicCache(), tokens(80)
@@ -226,7 +215,7 @@ def test_the_ratio_is_the_wrapped_presses():
     press = PhysicalPress(AdaKVPress(SnapKVPress(0.3)))
     press.compression_ratio = 0.7
     assert press.press.press.compression_ratio == press.compression_ratio == 0.7
-    press = PhysicalPress(Patterns(0.25))
+    press = PhysicalPress(DuoAttentionPress(0.25))
     press.compression_ratio = 0.75
     assert press.press.head_compression_ratio == press.compression_ratio == 0.75
 
