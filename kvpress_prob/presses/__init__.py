@@ -8,6 +8,7 @@ from kvpress_prob.presses.physical_press import PhysicalPress
 from kvpress_prob.presses.probabilistic_press import ProbabilisticPress
 from kvpress_prob.presses.registry import PHYSICAL_PRESSES, PRESSES, make_press
 from kvpress_prob.presses.report import CompressionReport
+from kvpress_prob.presses.surrogate_press import SurrogatePress
 
 __all__ = [
     "PHYSICAL_PRESSES",
@@ -19,5 +20,6 @@ __all__ = [
     "MinVariancePress",
     "PhysicalPress",
     "ProbabilisticPress",
+    "SurrogatePress",
     "make_press",
 ]

@@ -12,6 +12,8 @@ sampled continuations.
 Every source yields ``QueryRows``: a block of rows of one layer with row weights and the entries that they see. The
 first two read a layer while the prefill runs; the last two make a second pass over the finished prefill, which leaves
 no trace in the cache. Presses, budget and cache do not know which one is in use.
+
+A ``Surrogate`` has no rows: it predicts what rows would say of an entry from the hidden state of its token.
 """
 
 from kvpress_prob.sources.expected import ExpectedQueries
@@ -19,6 +21,14 @@ from kvpress_prob.sources.lookahead import Lookahead
 from kvpress_prob.sources.prefill import PrefillRows
 from kvpress_prob.sources.reconstruction import Reconstruction, kvzip_prompt
 from kvpress_prob.sources.rows import LayerSource, PassSource, QueryRows
+from kvpress_prob.sources.surrogate import (
+    Surrogate,
+    SurrogateHeader,
+    find_surrogate,
+    load_surrogate,
+    save_surrogate,
+    surrogate_path,
+)
 
 __all__ = [
     "ExpectedQueries",
@@ -28,5 +38,11 @@ __all__ = [
     "PrefillRows",
     "QueryRows",
     "Reconstruction",
+    "Surrogate",
+    "SurrogateHeader",
+    "find_surrogate",
     "kvzip_prompt",
+    "load_surrogate",
+    "save_surrogate",
+    "surrogate_path",
 ]
