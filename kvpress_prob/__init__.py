@@ -12,6 +12,7 @@ from kvpress_prob.presses import (
     MinVariancePress,
     PhysicalPress,
     ProbabilisticPress,
+    SurrogatePress,
     make_press,
 )
 from kvpress_prob.sources import ExpectedQueries, Lookahead, PrefillRows, Reconstruction
@@ -33,6 +34,7 @@ __all__ = [
     "PrefillRows",
     "ProbabilisticPress",
     "Reconstruction",
+    "SurrogatePress",
     "__version__",
     "load_compressed",
     "make_press",

@@ -14,13 +14,14 @@ from argparse import ArgumentError
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import yaml
 from jsonargparse import ArgumentParser
 from transformers.utils.logging import disable_progress_bar
 
 from kvpress_prob import PHYSICAL_PRESSES, PRESSES, __version__
+from kvpress_prob.models.loading import Dtype
 from kvpress_prob.sweeps.configuration import SweepConfig
 from kvpress_prob.sweeps.sweep import run_sweep
 
@@ -139,6 +140,61 @@ def write_report(results: Path) -> None:
     print(write(results, read_config(results), read_examples(results), records, vars(tabulate(records))))
 
 
+def fit(
+    model: str,
+    text: list[str] | None = None,
+    output: Path | None = None,
+    tokens: int = 50_000,
+    window: int = 1024,
+    seed: int = 0,
+    dtype: Dtype = "auto",
+    device: str | None = None,
+) -> None:
+    """Fit a surrogate to a model, for prob_learned: what a second pass would keep, without one. Continues after a kill.
+
+    Parameters
+    ----------
+    model
+        Hub name, folder, or smollm2-demo.
+    text
+        A text file to fit on; may be given several times. By default texts that need no download; a surrogate is best
+        on what it resembles.
+    output
+        The surrogate's file; by default in the user's cache folder, where prob_learned finds it. A figure of how well
+        it predicts every layer goes beside it.
+    tokens
+        Most tokens that are read.
+    window
+        Tokens that are read together.
+    seed
+        Seed of the default texts.
+    dtype
+        Data type of the model; "auto" takes the checkpoint's. A surrogate serves this data type alone.
+    device
+        By default the first GPU, or the CPU.
+    """
+    from kvpress_prob.fitting.fit import fit_surrogate
+    from kvpress_prob.models.loading import load_pipeline
+    from kvpress_prob.plots.surrogate import held_out_figure, held_out_table
+    from kvpress_prob.sources import save_surrogate, surrogate_path
+
+    texts = None if text is None else [read_text(Path(file)) for file in text]
+    pipe = load_pipeline(model, dtype=dtype, device=device)
+    path = surrogate_path(pipe.model) if output is None else output
+    if output is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    elif not path.parent.is_dir():
+        raise ValueError(f"output must be in an existing folder, got '{output}'")
+    partial = path.with_name(path.name + ".partial")
+    surrogate = fit_surrogate(
+        pipe.model, cast(Any, pipe.tokenizer), texts, tokens=tokens, window=window, seed=seed, checkpoint=partial
+    )
+    save_surrogate(surrogate, path)
+    print(held_out_table(surrogate.header.held_out).to_string(index=False))
+    held_out_figure(surrogate.header.held_out).savefig(path.with_suffix(".png"), dpi=150)
+    print(f"\n{path}")
+
+
 def evaluate(
     arguments: list[str], kvpress_evaluation: Path | None = None, data: Path | None = None, seed: int = 0
 ) -> None:
@@ -179,6 +235,7 @@ def list_names() -> None:
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo,
+    "fit": fit,
     "sweep": sweep,
     "report": write_report,
     "eval": evaluate,

@@ -37,6 +37,14 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def _surrogates_for_tiny_models(monkeypatch):
+    """Nobody has fitted surrogates to the random models of the tests: presses find random ones."""
+    from tests.helpers.surrogates import find_or_make_surrogate
+
+    monkeypatch.setattr("kvpress_prob.presses.surrogate_press.find_surrogate", find_or_make_surrogate)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _no_progress_bars():
     from transformers.utils import logging  # after the variable above

@@ -8,6 +8,7 @@ import pytest
 from transformers.utils import logging
 
 from kvpress_prob import cli
+from kvpress_prob.sources import find_surrogate
 from tests.helpers.evaluation import ruler_rows, save_tiny_model, write_rows
 
 TEXT = "".join(f"Note {i}: the quick brown fox jumps over dog {i * i}. " for i in range(7))
@@ -142,3 +143,17 @@ def test_a_new_subcommand_is_one_function(monkeypatch):
     monkeypatch.setitem(cli.COMMANDS, "bench", bench)
     assert cli.main(["bench", "--size", "4", "--dry-run", "true", "--", "-x", "--y=1"]) == 0
     assert called == {"config": Options(4), "arguments": ["-x", "--y=1"], "dry_run": True}
+
+
+def test_fit_leaves_a_surrogate_that_the_model_finds(model_folder, pipe, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("kvpress_prob.sources.surrogate.user_cache_path", lambda name: tmp_path / name)
+    text = tmp_path / "text.txt"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    argv = ["fit", "--model", str(model_folder), "--text", str(text), "--tokens", "480", "--window", "80"]
+    assert cli.main(argv) == 0
+    folder = tmp_path / "kvpress-prob" / "surrogates"
+    assert sorted(it.suffix for it in folder.iterdir()) == [".png", ".safetensors"]
+    assert find_surrogate(pipe.model).header.fitted_on["windows"] == 6
+    assert "top 10%" in capsys.readouterr().out
+    assert cli.main([*argv, "--output", str(tmp_path / "nowhere" / "one.safetensors")]) == 2
+    assert "output must be in an existing folder" in capsys.readouterr().err

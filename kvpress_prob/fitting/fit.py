@@ -85,8 +85,7 @@ def fit_surrogate(
     windows = cut_windows(tokenizer, texts, tokens=tokens, window=window, seed=seed)
     layers, hidden_size = _full_attention_layers(model, windows.ids[0, : min(8, window)])
     key = f"{fingerprint(model)} {windows.digest} {max_bytes}"
-    state = load_progress(checkpoint, key) if checkpoint else None
-    state = Progress() if state is None else state
+    state = (load_progress(checkpoint, key, model.device) if checkpoint else None) or Progress()
     size = max(int(max_bytes // (2 * 8 * hidden_size**2)), 1)
     groups = [layers[begin : begin + size] for begin in range(0, len(layers), size)]
     fit = _Fit(model, windows, ridge, state, checkpoint, key)
@@ -149,7 +148,8 @@ class _Fit:
             inputs = read_window(self.model, self.windows.ids[number], set(layers))
             for layer in layers:
                 readout = state.tested[layer]
-                predicted[layer, number] = readout(inputs.hidden[layer].double()).float().cpu()
+                hidden = inputs.hidden[layer].to(readout.weight.device).double()
+                predicted[layer, number] = readout(hidden).float().cpu()
             bar.update()
         outputs = list(PREDICTS)
         figures: dict[str, Any] = {"windows": len(numbers), "layers": layers, "r_squared": {}, "recall": {}}
@@ -201,7 +201,8 @@ def _recalls(
 
 
 def _added(sums: Moments | None, hidden: Tensor, targets: Tensor) -> Moments:
-    block = moments(hidden[N_SINK:], targets[N_SINK:])
+    device = hidden.device if sums is None else sums.xx.device  # a continued fit's may be another
+    block = moments(hidden[N_SINK:].to(device), targets[N_SINK:].to(device))
     return block if sums is None else combined(sums, block)
 
 

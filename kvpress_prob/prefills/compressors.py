@@ -35,12 +35,19 @@ from transformers import DynamicCache, Gemma3ForConditionalGeneration, PreTraine
 from kvpress_prob.hf import LayerPrefill, cache_bytes, evict_hidden
 from kvpress_prob.hf.prefill import decoder_of
 from kvpress_prob.prefills.shared_prefill import Compressed, Costs, MaskedIndices, SharedPrefill, copied
-from kvpress_prob.presses import AttentionPress, H2OPress, MinVariancePress, PhysicalPress, ProbabilisticPress
+from kvpress_prob.presses import (
+    AttentionPress,
+    H2OPress,
+    MinVariancePress,
+    PhysicalPress,
+    ProbabilisticPress,
+    SurrogatePress,
+)
 from kvpress_prob.presses.compression import Compression
 
 RATIO_FREE = (
     AttentionPress, ExpectedAttentionPress, H2OPress, KeyDiffPress, KnormPress, MinVariancePress, SnapKVPress,
-    TOVAPress,
+    SurrogatePress, TOVAPress,
 )  # fmt: skip
 """Scorers whose scores depend on neither ratio nor seed. Others are scored anew for every row, which is always right:
 StreamingLLM's scores know the ratio, Compactor's the ratio and the random state."""

@@ -2,7 +2,8 @@
 
 ``prob_min``, ``prob_min_h``, ``prob_h2o`` and ``prob_h2o_h`` are the paper's four proposals to the letter (multinomial
 draws, count weights, uncentred values). ``prob_best`` is this package's best, from rows that repeat the context and
-rows that read it; ``prob_fast`` reads only and makes no pass of its own. The other ``prob_*`` wrap kvpress' own
+rows that read it; ``prob_learned`` reads the first off the hidden states and makes no pass (``kvpress-prob fit``);
+``prob_fast`` reads only. The other ``prob_*`` wrap kvpress' own
 scorers; ``prob_kvzip`` is KVzip's scores and selection without its prompt, and memory that drops.
 
 ``PHYSICAL_PRESSES`` are kvpress' own presses that hide entries, by the names and with the settings of its evaluation
@@ -31,6 +32,7 @@ from kvpress_prob.presses.h2o_press import H2OPress
 from kvpress_prob.presses.min_variance_press import MinVariancePress
 from kvpress_prob.presses.physical_press import PhysicalPress
 from kvpress_prob.presses.probabilistic_press import ProbabilisticPress
+from kvpress_prob.presses.surrogate_press import SurrogatePress
 from kvpress_prob.sources import Reconstruction
 
 
@@ -62,6 +64,15 @@ PRESSES: dict[str, Callable[[int | None], ProbabilisticPress]] = {
             Component(MinVariancePress(prior="harmonic")),
         ],
         max_weight=5.0,
+        seed=seed,
+    ),
+    "prob_learned": lambda seed: ProbabilisticPress(
+        [
+            Component(SurrogatePress(), reconstruction_share, budget_weighting="score", proposal_temperature=0.25),
+            Component(MinVariancePress(prior="harmonic", max_rows=256)),
+        ],
+        max_weight=5.0,
+        n_sink=4,
         seed=seed,
     ),
     "prob_fast": lambda seed: ProbabilisticPress(MinVariancePress(prior="harmonic"), seed=seed),
