@@ -1,4 +1,4 @@
-"""Floor 8: the command line. Parses, calls, prints.
+"""Floor 9: the command line. Parses, calls, prints.
 
 A subcommand is a function in ``COMMANDS``: its signature gives the options, its docstring the help. A first parameter
 called ``config`` is a dataclass, read from a YAML file: ``kvpress-prob COMMAND FILE --FIELD VALUE``, where the command
@@ -21,6 +21,7 @@ from jsonargparse import ArgumentParser
 from transformers.utils.logging import disable_progress_bar
 
 from kvpress_prob import PHYSICAL_PRESSES, PRESSES, __version__
+from kvpress_prob.commands.certify import certify
 from kvpress_prob.models.loading import Dtype
 from kvpress_prob.sweeps.configuration import SweepConfig
 from kvpress_prob.sweeps.sweep import run_sweep
@@ -238,6 +239,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "fit": fit,
     "sweep": sweep,
     "report": write_report,
+    "certify": certify,
     "eval": evaluate,
     "list": list_names,
 }

@@ -1,0 +1,59 @@
+"""Records as a pandas frame, from a results folder or from the pooled table that a repository keeps."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pandas as pd
+
+from kvpress_prob.records.schema import CONFIG, RECORDS, Record, read_config, read_records
+
+TABLE = "records.csv"
+"""Records without texts and lists, as ``benchmarks.pooled`` writes them."""
+NEEDED = ("task", "example", "press", "ratio", "seed", "masked", "dense_bytes", "cache_bytes", "score")
+
+
+def records_file(results: Path) -> Path:
+    """The file that holds the records of a results folder: ``records.jsonl``, else ``records.csv``; a CSV file itself.
+
+    Raises
+    ------
+    ValueError
+        If there is none.
+    """
+    if results.suffix == ".csv" and results.is_file():
+        return results
+    for name in (RECORDS, TABLE):
+        if (results / name).is_file():
+            return results / name
+    raise ValueError(f"{results} must be a results folder or a table of records, got no {RECORDS} and no {TABLE}")
+
+
+def read_frame(results: Path) -> pd.DataFrame:
+    """One row a record, with the sweep's ``model`` ("" where nothing says it) and ``seed`` -1 for none.
+
+    A table without a column ``context`` has one context an example.
+
+    Raises
+    ------
+    ValueError
+        If there are no records, or a needed column is missing.
+    """
+    file = records_file(results)
+    if file.name == RECORDS:
+        model = read_config(results)["model"] if (results / CONFIG).is_file() else ""
+        return records_frame(read_records(results)).assign(model=model)
+    frame = pd.read_csv(file)
+    missing = sorted(set(NEEDED) - set(frame.columns))
+    if missing or frame.empty:
+        raise ValueError(f"{file} must have records with the columns {list(NEEDED)}, got none of {missing or 'them'}")
+    if "context" not in frame.columns:
+        frame["context"] = frame["example"]
+    frame["seed"] = frame["seed"].fillna(-1).astype(int)
+    return frame if "model" in frame.columns else frame.assign(model="")
+
+
+def records_frame(records: list[Record]) -> pd.DataFrame:
+    """One row a record; ``seed`` -1 for none."""
+    frame = pd.DataFrame([asdict(record) for record in records])
+    frame["seed"] = [-1 if record.seed is None else record.seed for record in records]
+    return frame
