@@ -19,9 +19,10 @@ lint: $(VENV)/.ready
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-# docs/models.md lists what the tests run.
+# docs/models.md and docs/proposals.md list what the tests run.
 models-table: $(VENV)/.ready
 	$(BIN)/python -m tests.helpers.models_table
+	$(BIN)/python -m tests.helpers.scorers
 
 # Random lives of compressed caches against the oracle, for as long as asked.
 MINUTES ?= 10

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvpress_prob.maths.draw import Sampler
 from kvpress_prob.maths.importance import Correction
-from kvpress_prob.maths.proposals import min_variance_proposal, proposal_weights
+from kvpress_prob.maths.proposals import check_finite, log_normalise, log_proposal, min_variance_proposal
 from kvpress_prob.maths.resampling import resample
 from kvpress_prob.ops import attention_mass
 from kvpress_prob.ragged import RaggedKV
@@ -152,7 +152,9 @@ class Resampler:
         age = torch.arange(t, 0, -1, device=valid.device)
         take_all = valid & ((valid.cumsum(-1) <= settings.n_sink) | (age <= n))
         drawable = valid & ~take_all
-        weights = proposal_weights(scores, drawable, uniform_mix=settings.uniform_mix, name="recent attention")
+        check_finite("recent attention", scores)
+        log_a = log_proposal(scores, drawable, "weights", uniform_mix=settings.uniform_mix)
+        weights = log_normalise(log_a).exp()
         kept = valid.clone()
         for row in rows:
             these = slice(row * heads, (row + 1) * heads)

@@ -11,7 +11,6 @@ their one unknown, so each is solved by bisection. Heads that share one unknown 
 of a model (``allocation="global"``, Algorithm 2 of the paper), the heads of a layer, or a single head.
 """
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -25,6 +24,19 @@ MAX_DRAWS = 10**15
 def group_sum(per_head: Float[Tensor, " h"], group: Int[Tensor, " h"], groups: int) -> Float[Tensor, " g"]:
     """Sum a quantity of each head over the heads of a group."""
     return torch.zeros(groups, dtype=per_head.dtype, device=per_head.device).index_add_(0, group, per_head)
+
+
+def group_max(per_head: Float[Tensor, " h"], group: Int[Tensor, " h"], groups: int) -> Float[Tensor, " g"]:
+    """Largest finite quantity of the heads of a group; 0 where there is none."""
+    largest = torch.full((groups,), -torch.inf, dtype=per_head.dtype, device=per_head.device)
+    largest = largest.scatter_reduce(0, group, per_head, "amax")
+    return torch.where(largest > -torch.inf, largest, 0)
+
+
+def group_logsumexp(per_head: Float[Tensor, " h"], group: Int[Tensor, " h"], groups: int) -> Float[Tensor, " g"]:
+    """Logarithm of the sum of a quantity over the heads of a group, given the logarithms of each head's."""
+    shift = group_max(per_head, group, groups)
+    return group_sum((per_head - shift[group]).exp(), group, groups).log() + shift
 
 
 def expected_distinct(pi: Float[Tensor, "h t"], draws: Float[Tensor, " h"]) -> Float[Tensor, " h"]:
@@ -87,12 +99,26 @@ def solve_inclusion(
     target: Float[Tensor, " g"],
     at_least: Float[Tensor, " h"],
 ) -> Float[Tensor, "h t"]:
-    """Inclusion probabilities ``q_i = min(1, lambda a_i)`` with one ``lambda`` per group and a given total.
+    """Inclusion probabilities ``q_i`` from weights ``a_i >= 0``: ``solve_log_inclusion`` without logarithms."""
+    return solve_log_inclusion(weights.log(), group, target, at_least).exp()
+
+
+def solve_log_inclusion(
+    log_weights: Float[Tensor, "h t"],
+    group: Int[Tensor, " h"],
+    target: Float[Tensor, " g"],
+    at_least: Float[Tensor, " h"],
+) -> Float[Tensor, "h t"]:
+    """Logarithms of inclusion probabilities ``q_i = min(1, lambda a_i)`` with one ``lambda`` per group and a given
+    total.
+
+    ``lambda``, the weights and the result stay logarithms, so sharp proposals neither underflow nor overflow: the
+    sharper they are, the closer comes ``q`` to the choice of the group's largest weights.
 
     Parameters
     ----------
-    weights : Float[Tensor, "h t"]
-        ``a_i >= 0``, float64. Entries with weight 0 are never kept.
+    log_weights : Float[Tensor, "h t"]
+        ``log a_i``, float64. Entries with ``-inf`` are never kept.
     group : Int[Tensor, "h"]
         Group of each head, 0 to g - 1.
     target : Float[Tensor, "g"]
@@ -103,36 +129,35 @@ def solve_inclusion(
     Returns
     -------
     Float[Tensor, "h t"]
-        float64. The sum over a group equals its target to 1e-9 relative, unless ``at_least`` or the support forbid it.
+        ``log q_i``, float64. The sum of ``q`` over a group equals its target to 1e-9 relative, unless ``at_least`` or
+        the support forbid it.
     """
     groups = len(target)
-    total_weight = weights.sum(-1)
-    limit = torch.finfo(torch.float64).max
-    floor = (at_least / torch.where(total_weight > 0, total_weight, torch.inf)).clamp(max=limit)
+    support = log_weights > -torch.inf
+    of_head = torch.logsumexp(log_weights, -1)
+    floor = torch.where(of_head > -torch.inf, at_least.log() - of_head, -torch.inf)
 
-    def inclusion(scale: Tensor) -> Tensor:
-        return (torch.maximum(scale[group], floor).unsqueeze(-1) * weights).clamp(max=1)
+    def inclusion(log_scale: Tensor) -> Tensor:
+        return (torch.maximum(log_scale[group], floor).unsqueeze(-1) + log_weights).clamp(max=0)
 
-    def total(scale: Tensor) -> Tensor:
-        return group_sum(inclusion(scale).sum(-1), group, groups)
+    def total(log_scale: Tensor) -> Tensor:
+        return group_sum(inclusion(log_scale).exp().sum(-1), group, groups)
 
     # Bisection on log lambda: from where no group reaches a thousandth of an entry to where the smallest weight
     # saturates.
-    smallest = torch.full((groups,), torch.inf, dtype=torch.float64, device=weights.device)
-    smallest = smallest.scatter_reduce(0, group, torch.where(weights > 0, weights, torch.inf).amin(-1), "amin")
-    sums = group_sum(total_weight, group, groups)
-    low = torch.where(sums > 0, -sums.clamp(min=torch.finfo(torch.float64).tiny).log(), 0) - 7
-    high = torch.where(smallest.isfinite(), -smallest.log(), 0).maximum(low) + 1e-9
-    high = high.clamp(max=math.log(limit))  # a subnormal weight would ask for more
-    reachable = (target > 0) & (total(low.exp()) < target)
+    smallest = torch.full((groups,), torch.inf, dtype=torch.float64, device=log_weights.device)
+    smallest = smallest.scatter_reduce(0, group, torch.where(support, log_weights, torch.inf).amin(-1), "amin")
+    sums = group_logsumexp(of_head, group, groups)
+    low = torch.where(sums.isfinite(), -sums, 0) - 7
+    high = torch.where(smallest.isfinite(), -smallest, 0).maximum(low) + 1e-9
+    reachable = (target > 0) & (total(low) < target)
     for _ in range(64):
         middle = (low + high) / 2
-        below = total(middle.exp()) < target
+        below = total(middle) < target
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    q = inclusion(torch.where(reachable, high.exp(), 0))
-    support = group_sum((weights > 0).sum(-1).double(), group, groups)
-    whole = (target >= support)[group].unsqueeze(-1) & (weights > 0)
-    return torch.where(whole, 1, q)
+    log_q = inclusion(torch.where(reachable, high, -torch.inf))
+    whole = (target >= group_sum(support.sum(-1).double(), group, groups))[group].unsqueeze(-1) & support
+    return torch.where(whole, 0, log_q)
 
 
 def union_inclusion(
@@ -150,7 +175,7 @@ def union_inclusion(
     Parameters
     ----------
     parts : sequence of Float[Tensor, "h t"]
-        Inclusion probabilities ``q_k`` of every draw alone (``solve_inclusion``), float64.
+        Logarithms of the inclusion probabilities ``q_k`` of every draw alone (``solve_log_inclusion``), float64.
     group : Int[Tensor, "h"]
         Group of each head, 0 to g - 1.
     target : Float[Tensor, "g"]
@@ -165,25 +190,25 @@ def union_inclusion(
     """
     groups = len(target)
 
-    def union(factor: Tensor) -> Tensor:
+    def union(log_c: Tensor) -> Tensor:
         missed = torch.ones_like(parts[0])
-        for q in parts:
-            missed = missed * (1 - (factor[group].unsqueeze(-1) * q).clamp(max=1))
+        for log_q in parts:
+            missed = missed * -torch.expm1((log_c[group].unsqueeze(-1) + log_q).clamp(max=0))
         q = 1 - missed
         total = q.sum(-1)
         return q * torch.where((total > 0) & (total < at_least), at_least / total, 1).unsqueeze(-1)
 
-    def total(factor: Tensor) -> Tensor:
-        return group_sum(union(factor).sum(-1), group, groups)
+    def total(log_c: Tensor) -> Tensor:
+        return group_sum(union(log_c).sum(-1), group, groups)
 
     # Bisection on log c, up to where the smallest probability saturates.
     smallest = torch.full((groups,), torch.inf, dtype=torch.float64, device=group.device)
-    for q in parts:
-        smallest = smallest.scatter_reduce(0, group, torch.where(q > 0, q, torch.inf).amin(-1), "amin")
+    for log_q in parts:
+        smallest = smallest.scatter_reduce(0, group, torch.where(log_q > -torch.inf, log_q, torch.inf).amin(-1), "amin")
     low = torch.full_like(smallest, -7.0)
-    high = torch.where(smallest.isfinite(), -smallest.log(), 0)
+    high = torch.where(smallest.isfinite(), -smallest, 0)
     for _ in range(64):
         middle = (low + high) / 2
-        below = total(middle.exp()) < target
+        below = total(middle) < target
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return union(high.exp())
+    return union(high)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvpress_prob.maths import budget, importance, sampling
 from kvpress_prob.maths.importance import Correction
-from kvpress_prob.maths.proposals import normalise
+from kvpress_prob.maths.proposals import log_normalise
 
 Sampler = Literal["systematic", "multinomial", "top_k"]
 SAMPLERS: tuple[Sampler, ...] = ("systematic", "multinomial", "top_k")
@@ -44,16 +44,25 @@ class Proposal:
     Attributes
     ----------
     weights : Float[Tensor, "h t"]
-        Non-negative, float64; zero in the take-all stratum.
+        Non-negative, float64; zero in the take-all stratum. Or their logarithms.
     share : float
         Share of the budget; the shares of all proposals sum to 1.
     budget_weighting : "uniform" or "score"
         Normalise the weights of each head first, or draw from a head in proportion to its total weight.
+    logarithms : bool
+        Whether ``weights`` are logarithms: what a sharp proposal needs to neither underflow nor overflow.
     """
 
     weights: Float[Tensor, "h t"]
     share: float = 1.0
     budget_weighting: BudgetWeighting = "uniform"
+    logarithms: bool = False
+
+    @property
+    def log_weights(self) -> Float[Tensor, "h t"]:
+        """``log a_i``; of each head's weights over their sum where the budget weighting is uniform."""
+        log_a = self.weights if self.logarithms else self.weights.log()
+        return log_normalise(log_a) if self.budget_weighting == "uniform" else log_a
 
 
 @dataclass(frozen=True)
@@ -130,96 +139,103 @@ def draw(
     protected = take_all.sum(-1).double()
     budgets = budget.group_sum(keep_fraction * t - protected, group, groups).clamp(min=0)
     proposals = [proposal for proposal in proposals if proposal.share]
-    if len(proposals) > 1 and (combine != "union" or sampler == "multinomial"):
-        parts = torch.stack([proposal.share * _amounts(proposal, group, groups) for proposal in proposals])
-        mixed = [Proposal(parts.amax(0) if combine == "max" else parts.sum(0), budget_weighting="score")]
+    shares, parts = [it.share for it in proposals], [it.log_weights for it in proposals]
+    uniform = proposals[0].budget_weighting == "uniform"
+    if len(parts) > 1 and (combine != "union" or sampler == "multinomial"):
+        amounts = [math.log(share) + _log_amounts(it, group, groups) for share, it in zip(shares, parts, strict=True)]
+        mixture = torch.stack(amounts).amax(0) if combine == "max" else torch.stack(amounts).logsumexp(0)
+        shares, mixed, uniform = [1.0], [mixture], False
     else:
-        mixed = proposals
-    weights = mixed[0].weights
+        mixed = parts
     # A head whose only entries are drawn ones must keep one; a head with protected entries may draw none.
-    drawable = torch.stack([proposal.weights > 0 for proposal in mixed]).any(0)
+    drawable = torch.stack([part > -torch.inf for part in mixed]).any(0)
     at_least = (drawable.any(-1) & (protected == 0)).double()
+    pi = log_normalise(mixed[0]).exp()
     counts = draws = whole = None
     if sampler == "multinomial":
-        uniform = mixed[0].budget_weighting == "uniform"
-        share = (weights > 0).any(-1).double() if uniform else weights.sum(-1)
-        pi = normalise(weights)
-        counts, draws, whole = _multinomial(pi, share, group, budgets, at_least, generator)
+        of_head = drawable.any(-1).double().log() if uniform else mixed[0].logsumexp(-1)
+        share = (of_head - budget.group_max(of_head, group, groups)[group]).exp()
+        counts, draws, whole = _multinomial(pi, share, drawable, group, budgets, at_least, generator)
         probability = torch.where(whole, 1, budget.keep_probability(pi, draws.double()))
         sampled = counts > 0
     elif sampler == "systematic":
-        probability = _inclusion(mixed, group, budgets, at_least)
-        offset = sampling.offsets(len(group), generator).to(weights.device)
+        probability = _inclusion(shares, mixed, group, budgets, at_least)
+        offset = sampling.offsets(len(group), generator).to(pi.device)
         sampled = sampling.systematic_sample(probability, offset)
     elif len(mixed) == 1:
-        sampled = _largest(_amounts(mixed[0], group, groups), group, budgets, at_least)
+        sampled = _largest(mixed[0], group, budgets, at_least)
         probability = sampled.double()
     else:
         raise ValueError("sampler='top_k' of several proposals needs combine='sum' or 'max', got combine='union'")
 
     if correction == "none":
-        log_w = torch.zeros_like(weights)
+        log_w = torch.zeros_like(pi)
     elif sampler == "top_k":
         raise ValueError(f"sampler='top_k' needs correction='none', got correction={correction!r}")
     elif correction == "inclusion":
         log_w = importance.log_weights_from_inclusion(sampled, probability)
     elif counts is not None and draws is not None and whole is not None:
-        log_w = importance.log_weights_from_counts(counts, normalise(weights), draws)
+        log_w = importance.log_weights_from_counts(counts, pi, draws)
         log_w = torch.where(whole, 0, log_w)
     else:
         raise ValueError("correction='counts' needs sampler='multinomial', got sampler='systematic'")
     log_w = importance.truncate(importance.temper(log_w, temperature), max_weight)
     if calibrated:
-        log_w = importance.calibrate(log_w, sampled, probability, proposals[0].weights)
+        log_w = importance.calibrate(log_w, sampled, probability, log_normalise(parts[0]).exp())
     return Draw(sampled | take_all, log_w.float(), torch.where(take_all, 1, probability), draws)
 
 
-def _inclusion(proposals: Sequence[Proposal], group: Tensor, budgets: Tensor, at_least: Tensor) -> Tensor:
+def _inclusion(
+    shares: Sequence[float], parts: Sequence[Tensor], group: Tensor, budgets: Tensor, at_least: Tensor
+) -> Tensor:
     """Inclusion probabilities [h t] of one proposal, or of the union of several."""
-
-    def solve(proposal: Proposal, floor: Tensor) -> Tensor:
-        uniform = proposal.budget_weighting == "uniform"
-        weights = normalise(proposal.weights) if uniform else proposal.weights
-        return budget.solve_inclusion(weights, group, proposal.share * budgets, floor)
-
-    if len(proposals) == 1:
-        return solve(proposals[0], at_least)
-    alone = [solve(proposal, torch.zeros_like(at_least)) for proposal in proposals]
+    if len(parts) == 1:
+        return budget.solve_log_inclusion(parts[0], group, shares[0] * budgets, at_least).exp()
+    none = torch.zeros_like(at_least)
+    alone = [
+        budget.solve_log_inclusion(part, group, share * budgets, none)
+        for share, part in zip(shares, parts, strict=True)
+    ]
     return budget.union_inclusion(alone, group, budgets, at_least)
 
 
-def _amounts(proposal: Proposal, group: Tensor, groups: int) -> Tensor:
-    """Weights that sum to 1 over a group: each head's alike, or in proportion to its total."""
-    weights = normalise(proposal.weights) if proposal.budget_weighting == "uniform" else proposal.weights
-    total = budget.group_sum(weights.sum(-1), group, groups)
-    return weights / torch.where(total > 0, total, 1)[group].unsqueeze(-1)
+def _log_amounts(log_weights: Tensor, group: Tensor, groups: int) -> Tensor:
+    """Logarithms of weights that sum to 1 over a group."""
+    total = budget.group_logsumexp(log_weights.logsumexp(-1), group, groups)
+    return log_weights - torch.where(total > -torch.inf, total, 0)[group].unsqueeze(-1)
 
 
-def _largest(amounts: Tensor, group: Tensor, budgets: Tensor, at_least: Tensor) -> Tensor:
+def _largest(log_amounts: Tensor, group: Tensor, budgets: Tensor, at_least: Tensor) -> Tensor:
     """The largest amounts [h t] of every group, as many as its budget, and at least ``at_least`` of every head."""
-    t = amounts.shape[1]
+    t = log_amounts.shape[1]
     # A head's first entries rank before all others; ties go to the earlier head, then to the earlier entry.
-    first = torch.zeros_like(amounts, dtype=torch.bool)
-    first.scatter_(-1, amounts.argmax(-1, keepdim=True), at_least.bool().unsqueeze(-1))
+    first = torch.zeros_like(log_amounts, dtype=torch.bool)
+    first.scatter_(-1, log_amounts.argmax(-1, keepdim=True), at_least.bool().unsqueeze(-1))
     kept = torch.zeros_like(first)
     for index, size in enumerate(budgets.round().long().tolist()):
         heads = (group == index).nonzero().squeeze(-1)
-        ranked = torch.where(first[heads], torch.inf, amounts[heads]).flatten()
+        ranked = torch.where(first[heads], torch.inf, log_amounts[heads]).flatten()
         best = torch.argsort(ranked, descending=True, stable=True)[: max(size, int(first[heads].sum()))]
-        chosen = torch.zeros(len(heads) * t, dtype=torch.bool, device=amounts.device)
+        chosen = torch.zeros(len(heads) * t, dtype=torch.bool, device=log_amounts.device)
         chosen[best] = True
         kept[heads] = chosen.view(-1, t)
-    return kept & (amounts > 0)
+    return kept & (log_amounts > -torch.inf)
 
 
 def _multinomial(
-    pi: Tensor, share: Tensor, group: Tensor, budgets: Tensor, at_least: Tensor, generator: torch.Generator
+    pi: Tensor,
+    share: Tensor,
+    support: Tensor,
+    group: Tensor,
+    budgets: Tensor,
+    at_least: Tensor,
+    generator: torch.Generator,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Counts [h t], draws [h], and which entries [h t] are kept for certain because the budget covers a group's
     support."""
     draws = budget.solve_draws(pi, share / share.mean(), group, budgets)
-    draws = torch.where((share > 0) & ((budgets > 0)[group] | (at_least > 0)), draws, 0)
+    draws = torch.where(support.any(-1) & ((budgets > 0)[group] | (at_least > 0)), draws, 0)
     counts = sampling.multinomial_counts(pi, draws, generator)
-    support = budget.group_sum((pi > 0).sum(-1).double(), group, len(budgets))
-    whole = (budgets >= support)[group].unsqueeze(-1) & (pi > 0)
+    entries = budget.group_sum(support.sum(-1).double(), group, len(budgets))
+    whole = (budgets >= entries)[group].unsqueeze(-1) & support
     return torch.where(whole, counts.clamp(min=1), counts), draws, whole

@@ -18,11 +18,16 @@ import math
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Float64, Num
 from torch import Tensor
 
 Prior = Literal["last", "uniform", "harmonic"]
 PRIORS: tuple[Prior, ...] = ("last", "uniform", "harmonic")
+ScoresAre = Literal["weights", "log_weights", "logits"]
+SCORES_ARE: tuple[ScoresAre, ...] = ("weights", "log_weights", "logits")
+
+_LAST = -1e8
+"""Log-weight of the entries of a head whose scores give it none: below whatever scores and temperatures give."""
 
 
 def row_prior(prior: Prior, valid: Bool[Tensor, "b t"]) -> Float[Tensor, "b t"]:
@@ -118,92 +123,122 @@ def value_distance(
     return values.norm(dim=-1).unsqueeze(2)
 
 
-def take_all_stratum(scores: Float[Tensor, "*head t"]) -> Bool[Tensor, "*head t"]:
-    """Entries that a scorer marked as "never evict".
+def take_all_stratum(scores: Num[Tensor, "*head t"]) -> Bool[Tensor, "*head t"]:
+    """Entries that scores of an unknown scorer mark as "never evict".
 
-    kvpress' scorers protect entries with a sentinel: the largest other score plus one (SnapKV, TOVA, ExpectedAttention,
-    KVzip; StreamingLLM's zeros and ones have the same form) or the largest number of the dtype (AdaKV, CriticalKV).
-    Harmless for top-k, fatal for a distribution. The test repeats the scorers' own arithmetic, ``float(max) + 1`` in
-    the scores' dtype, and is applied until nothing more is found, because a wrapper may add its sentinel to a scorer's.
+    kvpress' scorers protect entries with the largest number of the dtype (AdaKV, CriticalKV) or with the largest other
+    score of the layer plus one, at the same places in every head (SnapKV, TOVA, ExpectedAttention). Harmless for top-k,
+    fatal for a distribution. What a known scorer protects is known and not asked here; of others only one plateau on
+    top is believed, and only where ordinary scores cannot look like it:
+
+    * the largest number of the dtype, wherever it stands;
+    * else, of floating scores, ``float(largest other) + 1`` at the same places in every head, over others that differ
+      and whose range is below 1. Ranks, counts and other integers, constants and one-hot scores are not.
 
     Parameters
     ----------
-    scores : Float[Tensor, "*head t"]
-        One layer's scores for the whole batch, finite.
+    scores : Num[Tensor, "*head t"]
+        The scores of one layer of one batch row: [hkv, t], or [t].
 
     Returns
     -------
     Bool[Tensor, "*head t"]
-        True for the take-all stratum. Never all True: when no other score is left, scores carry no sentinel.
+        True for the take-all stratum.
     """
-    protected = torch.zeros_like(scores, dtype=torch.bool)
-    largest = torch.finfo(scores.dtype).max
-    while True:
-        rest = torch.where(protected, -torch.inf, scores)
-        top = rest.max()
-        candidates = rest == top
-        others = torch.where(candidates, -torch.inf, rest).max()
-        if others == -torch.inf:
-            return protected
-        sentinel = torch.tensor(float(others) + 1, dtype=scores.dtype, device=scores.device)
-        if top != sentinel and top != largest:
-            return protected
-        protected = protected | candidates
+    if not scores.dtype.is_floating_point:
+        if scores.dtype == torch.bool:
+            return torch.zeros_like(scores)
+        return scores == torch.iinfo(scores.dtype).max
+    largest = scores == torch.finfo(scores.dtype).max
+    plateau = scores == scores.max()
+    top = torch.where(plateau, -torch.inf, scores).max()
+    bottom = torch.where(plateau, torch.inf, scores).min()
+    mark = (top.double() + 1).to(scores.dtype)
+    everywhere = (plateau == plateau.reshape(-1, plateau.shape[-1])[0]).all()
+    marked = (scores.max() == mark) & (bottom < top) & (top.double() - bottom.double() < 1) & everywhere
+    return torch.where(largest.any(), largest, plateau & marked)
 
 
-def proposal_weights(
-    scores: Float[Tensor, "*head t"],
-    valid: Bool[Tensor, "*head t"],
+def log_proposal(
+    scores: Num[Tensor, "*head t"],
+    drawable: Bool[Tensor, "*head t"],
+    scores_are: ScoresAre | None,
     *,
     temperature: float = 1.0,
     uniform_mix: float = 0.0,
-    name: str = "scores",
-) -> Float[Tensor, "*head t"]:
-    """Non-negative weights ``a_i`` of a head's entries from any scorer's scores.
+) -> Float64[Tensor, "*head t"]:
+    """Logarithms of the weights ``a_i`` of a head's entries from any scorer's scores.
 
-    Non-negative scores become ``a = score^(1 / T)``. Scores with negative values become ``softmax(score / T)`` over the
-    valid entries of a head (arXiv 2608.28293, appendix D.1). A head without any weight gets equal weights.
-    ``uniform_mix`` = eps blends the head's normalised weights with the uniform distribution, ``a <- sum(a) ((1 - eps) a
-    / sum(a) + eps / t)``, so totals are kept and every entry has a positive probability.
+    What becomes of a score depends on what the scorer says that it is, and on nothing else of other heads, layers or
+    batch rows::
+
+        weights      a_i = s_i^(1/T)                amounts >= 0, comparable between heads and layers
+        log_weights  a_i = exp(s_i / T)             logarithms of such amounts
+        logits       a_i = softmax(s / T)_i         any numbers; they compare the entries of one head
+        None         a head whose own scores go below 0 as logits, any other as weights
+
+    all in log space (arXiv 2608.28293, appendix D.1, has the first and the third), so small T approaches top-k.
+    Negative weights of a head that are nothing but rounding (``is_negative``) are 0. A head without any weight is drawn
+    from uniformly, after all others where heads compete. ``uniform_mix`` = eps blends the head's normalised weights
+    with the uniform distribution, ``a <- sum(a) ((1 - eps) a / sum(a) + eps / t)``, so totals are kept and every entry
+    has a positive probability.
 
     Parameters
     ----------
-    scores : Float[Tensor, "*head t"]
-        Scores of one layer; NaN and infinity are refused.
-    valid : Bool[Tensor, "*head t"]
+    scores : Num[Tensor, "*head t"]
+        Scores of one layer, finite, of any real dtype.
+    drawable : Bool[Tensor, "*head t"]
         Entries that may be drawn: not padding, not in the take-all stratum.
+    scores_are : "weights", "log_weights", "logits" or None
     temperature : float
         Proposal temperature T > 0; large T flattens the proposal.
     uniform_mix : float
         eps in [0, 1].
-    name : str
-        How errors call the scores.
 
     Returns
     -------
-    Float[Tensor, "*head t"]
-        float64, zero where not valid.
+    Float64[Tensor, "*head t"]
+        ``-inf`` where nothing is drawn.
     """
+    scores = scores.double()
+    linear = torch.where(drawable, scores.clamp(min=0), 0).log() / temperature
+    exponent = torch.where(drawable, scores / temperature, -torch.inf)
+    if scores_are == "weights":
+        log_a = linear
+    elif scores_are == "log_weights":
+        log_a = exponent
+    elif scores_are == "logits":
+        log_a = log_normalise(exponent)
+    else:
+        log_a = torch.where(is_negative(scores, drawable).unsqueeze(-1), log_normalise(exponent), linear)
+    size = drawable.sum(-1, keepdim=True)
+    weightless = (log_a == -torch.inf).all(-1, keepdim=True)
+    log_a = torch.where(weightless & drawable, _LAST, log_a)
+    if uniform_mix:
+        uniform = torch.where(drawable, torch.logsumexp(log_a, -1, keepdim=True) - size.clamp(min=1).log(), -torch.inf)
+        if uniform_mix == 1:
+            return uniform
+        log_a = torch.logaddexp(log_a + math.log1p(-uniform_mix), uniform + math.log(uniform_mix))
+    return log_a
+
+
+def is_negative(scores: Num[Tensor, "*head t"], drawable: Bool[Tensor, "*head t"]) -> Bool[Tensor, "*head"]:
+    """Whether a head has negative scores of more than a thousandth of its largest magnitude: not those of rounding."""
+    scores = torch.where(drawable, scores.double(), 0)
+    return scores.amin(-1) < -1e-3 * scores.abs().amax(-1)
+
+
+def log_normalise(log_a: Float[Tensor, "*head t"]) -> Float[Tensor, "*head t"]:
+    """Logarithms of weights over their sum; a row of ``-inf`` stays one."""
+    total = torch.logsumexp(log_a, -1, keepdim=True)
+    return log_a - torch.where(total > -torch.inf, total, 0)
+
+
+def check_finite(name: str, scores: Num[Tensor, "*head t"]) -> None:
+    """Raise ``ValueError`` for NaN and infinite scores; asks the device."""
     if not torch.isfinite(scores).all():
         kind = "NaN" if torch.isnan(scores).any() else "infinite values"
         raise ValueError(f"{name} must be finite, got {kind}")
-    scores = scores.double()
-    drawable = torch.where(valid, scores, 0)
-    if (drawable < 0).any():
-        weights = torch.softmax(torch.where(valid, scores / temperature, -torch.inf), -1)
-        weights = torch.where(valid, weights, 0)
-    else:
-        weights = drawable ** (1 / temperature)
-        if not torch.isfinite(weights).all():
-            raise ValueError(f"{name} ** (1 / {temperature}) overflows: raise the proposal temperature")
-    size = valid.sum(-1, keepdim=True)
-    uniform = valid / size.clamp(min=1)
-    total = weights.sum(-1, keepdim=True)
-    weights = torch.where(total > 0, weights, uniform)
-    if uniform_mix:
-        total = weights.sum(-1, keepdim=True)
-        weights = (1 - uniform_mix) * weights + uniform_mix * total * uniform
-    return weights
 
 
 def check_temperature(name: str, value: float) -> None:

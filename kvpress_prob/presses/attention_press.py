@@ -1,7 +1,7 @@
 """Any statistic over any query source as a kvpress scorer."""
 
 from dataclasses import dataclass, field
-from typing import Literal, cast
+from typing import ClassVar, Literal, cast
 
 import torch
 from kvpress import ScorerPress
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from kvpress_prob.hf import LayerPrefill, Prefill, batch_row
-from kvpress_prob.maths.proposals import value_distance
+from kvpress_prob.maths.proposals import ScoresAre, value_distance
 from kvpress_prob.ops.attention_mass import STATISTICS, Statistic
 from kvpress_prob.presses.checks import check_choice, check_ratio
 from kvpress_prob.sources import LayerSource, PassSource, PrefillRows, QueryRows
@@ -56,6 +56,8 @@ class AttentionPress(ScorerPress):
     compression_ratio : float, default=0.0
         Fraction of key-value pairs to remove when used as a top-k press.
     """
+
+    scores_are: ClassVar[ScoresAre] = "weights"
 
     source: LayerSource | PassSource = field(default_factory=PrefillRows)
     statistic: Statistic = "mean"

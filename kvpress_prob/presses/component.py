@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from kvpress import ScorerPress
 
 from kvpress_prob.maths.draw import BUDGET_WEIGHTINGS, BudgetWeighting
-from kvpress_prob.maths.proposals import check_temperature
+from kvpress_prob.maths.proposals import SCORES_ARE, ScoresAre, check_temperature
 from kvpress_prob.presses.checks import check_choice
+from kvpress_prob.presses.kvpress_scorers import ScoreRule, score_rule
 
 Share = float | Callable[[float], float]
 
@@ -26,13 +27,24 @@ class Component:
     budget_weighting : {"uniform", "score"}, default="uniform"
         Draw from normalised proposals, every head alike, or from each head in proportion to its scores' total.
     proposal_temperature : float, default=1.0
-        Scores s become s^(1/T), or softmax(s/T) if any is negative.
+        Weights s become s^(1/T), logits softmax(s/T); towards 0 the draw approaches top-k.
+    scores_are : {"weights", "log_weights", "logits"}, optional, default=None
+        What the scores are: amounts >= 0, their logarithms, or any numbers that compare the entries of one head. None
+        asks the scorer: kvpress' scorers are known (docs/proposals.md), others may declare ``scores_are`` as an
+        attribute of their class. Of a scorer that does not, a head whose scores go below 0 has logits, any other head
+        weights.
     """
 
     press: ScorerPress
     share: Share | None = None
     budget_weighting: BudgetWeighting = "uniform"
     proposal_temperature: float = 1.0
+    scores_are: ScoresAre | None = None
+
+    @property
+    def rule(self) -> ScoreRule:
+        """How the scores are read."""
+        return score_rule(self.press, self.scores_are)
 
     def check(self) -> None:
         """Raise ``TypeError`` or ``ValueError`` for a parameter out of range."""
@@ -40,6 +52,14 @@ class Component:
             raise TypeError(f"press must be a kvpress ScorerPress, got {type(self.press).__name__}")
         check_temperature("proposal_temperature", self.proposal_temperature)
         check_choice("budget_weighting", self.budget_weighting, BUDGET_WEIGHTINGS)
+        rule = self.rule
+        if rule.scores_are is not None:
+            check_choice("scores_are", rule.scores_are, SCORES_ARE)
+        if self.budget_weighting == "score" and not rule.common_scale:
+            raise ValueError(
+                "budget_weighting='score' needs scores with one scale for all heads and layers, "
+                f"got {type(self.press).__name__}: {rule.note or 'logits'}"
+            )
 
 
 def shares_of(components: Sequence[Component], compression_ratio: float) -> list[float]:

@@ -16,10 +16,11 @@ from torch import Tensor
 from kvpress_prob.hf import LayerPrefill, Prefill, ResamplingSettings, cache_bytes, compress_layer
 from kvpress_prob.maths.draw import Draw, Proposal, draw, groups_of
 from kvpress_prob.maths.importance import effective_sample_size
-from kvpress_prob.maths.proposals import proposal_weights, take_all_stratum
 from kvpress_prob.presses.attention_press import AttentionPress
+from kvpress_prob.presses.budget_check import budget_figures, budget_warning
 from kvpress_prob.presses.component import Component, shares_of
 from kvpress_prob.presses.report import CompressionReport
+from kvpress_prob.presses.scoring import LayerScores, check_flags, log_weights, score_layer
 
 if TYPE_CHECKING:
     from kvpress_prob.presses.probabilistic_press import ProbabilisticPress
@@ -30,11 +31,12 @@ class Compression:
 
     def __init__(self, press: ProbabilisticPress):
         self.press = press
-        # Scores [b hkv t] of every layer, by component; empty for one that needs the finished prefill.
-        self.scores: list[list[Tensor]] = [[] for _ in press.components]
-        # From `complete` on: float64 weights [b hkv t] of every layer, by component, and the take-all stratum.
-        self.weights: list[list[Tensor]] = []
+        # Scores of every layer, by component; empty for one that needs the finished prefill.
+        self.scores: list[list[LayerScores]] = [[] for _ in press.components]
+        # From `complete` on: float64 log-weights [b hkv t] of every layer, by component, and the take-all stratum.
+        self.log_weights: list[list[Tensor]] = []
         self.take_all: list[Tensor] = []
+        self.padding: list[int] | None = None
 
     @property
     def components(self) -> list[Component]:
@@ -44,18 +46,11 @@ class Compression:
         """Score one layer."""
         if self.press.compression_ratio == 0:
             return
+        if self.padding is None:
+            self.padding = [0] * len(layer.keys) if layer.valid is None else (~layer.valid).sum(-1).tolist()
         for component, scores in zip(self.components, self.scores, strict=True):
             if not _needs_pass(component.press):
-                scores.append(
-                    component.press.score(
-                        layer.module,
-                        layer.hidden_states,
-                        layer.keys,
-                        layer.values,
-                        layer.attentions,  # pyright: ignore[reportArgumentType]  (None unless eager, as documented)
-                        layer.kwargs,
-                    )
-                )
+                scores.append(score_layer(component, layer, self.padding))
 
     def complete(self, prefill: Prefill) -> None:
         """Score what needs the finished prefill, and turn scores into proposal weights; call once before ``pack``.
@@ -66,32 +61,28 @@ class Compression:
             return
         for index, component in enumerate(self.components):
             if _needs_pass(component.press):
-                self.scores[index] = cast(AttentionPress, component.press).score_context(prefill)
-        self.weights = [[] for _ in self.components]
-        for layer, scores in zip(prefill.layers, zip(*self.scores, strict=True), strict=True):
-            self._add_layer(layer, scores, prefill.valid)
+                everything = cast(AttentionPress, component.press).score_context(prefill)
+                self.scores[index] = [LayerScores(it, torch.zeros_like(it, dtype=torch.bool)) for it in everything]
+        self.log_weights, flags = [[] for _ in self.components], [[] for _ in self.components]
+        for scores in zip(*self.scores, strict=True):
+            self._add_layer(scores, prefill.valid, flags)
+        check_flags(self.components, prefill.layers, flags)
         self.scores = []
 
-    def _add_layer(self, layer: int, scores: tuple[Tensor, ...], valid: Tensor) -> None:
-        """Weights of one layer; what any component protects is in the take-all stratum of all."""
+    def _add_layer(self, scores: tuple[LayerScores, ...], valid: Tensor, flags: list[list[Tensor]]) -> None:
+        """Log-weights of one layer; what any component protects is in the take-all stratum of all."""
         press = self.press
-        valid = valid.to(scores[0].device)
-        drawable = valid.unsqueeze(1).expand_as(scores[0])
-        oldest = valid.cumsum(-1).unsqueeze(1) <= press.n_sink
-        newest = torch.arange(valid.shape[1], 0, -1, device=valid.device) <= press.n_recent
+        valid = valid.to(scores[0].scores.device)
+        drawable = valid.unsqueeze(1).expand_as(scores[0].scores)
+        certain = valid.cumsum(-1).unsqueeze(1) <= press.n_sink
+        certain = certain | (torch.arange(valid.shape[1], 0, -1, device=valid.device) <= press.n_recent)
         for part in scores:
-            oldest = oldest | take_all_stratum(part)
-        take_all = (oldest | newest) & drawable
-        for component, part, weights in zip(self.components, scores, self.weights, strict=True):
-            weights.append(
-                proposal_weights(
-                    part,
-                    drawable & ~take_all,
-                    temperature=component.proposal_temperature,
-                    uniform_mix=press.uniform_mix,
-                    name=f"scores of layer {layer}",
-                )
-            )
+            certain = certain | part.protected
+        take_all = certain & drawable
+        for index, (component, part) in enumerate(zip(self.components, scores, strict=True)):
+            log_a, wrong = log_weights(component, part.scores, drawable & ~take_all, press.uniform_mix)
+            self.log_weights[index].append(log_a)
+            flags[index].append(wrong)
         self.take_all.append(take_all)
 
     def end(self, prefill: Prefill) -> None:
@@ -123,11 +114,14 @@ class Compression:
             if self.press.decoding is not None:
                 self._pack_everything(prefill, lengths, seed)
         else:
-            rows = []
+            rows, figures = [], []
             for row, length in enumerate(lengths):
                 # Every batch row starts from the same seed, so it is drawn as it would be alone.
                 generator.manual_seed(seed)
-                rows.append(self._draw_row(row, length, compression_ratio, generator))
+                drawn, counted = self._draw_row(row, length, compression_ratio, generator)
+                rows.append(drawn)
+                figures.append(counted)
+            self._warn(figures, lengths, compression_ratio)
             self._pack_layers(prefill, rows, lengths, seed)
             kv_heads = self.take_all[0].shape[1]
             kept = _by_layer([row.kept.sum(-1) for row in rows], kv_heads)
@@ -149,8 +143,22 @@ class Compression:
             settings=f"{scorers}, {press.sampler}, {press.correction}, {press.allocation}",
         )
 
-    def _draw_row(self, row: int, length: int, compression_ratio: float, generator: torch.Generator) -> Draw:
-        """The draw of one batch row, without its padding."""
+    def _warn(self, figures: list[Tensor], lengths: list[int], compression_ratio: float) -> None:
+        """One warning when what was asked for cannot be had."""
+        groups = groups_of(self.press.allocation, self._layer_of_head(torch.device("cpu")))
+        for counted, length in zip(torch.stack(figures).cpu(), lengths, strict=True):
+            message = budget_warning(counted, groups, length, compression_ratio)
+            if message:
+                warnings.warn(message, stacklevel=2)
+                return
+
+    def _layer_of_head(self, device: torch.device) -> Tensor:
+        return torch.arange(len(self.take_all), device=device).repeat_interleave(self.take_all[0].shape[1])
+
+    def _draw_row(
+        self, row: int, length: int, compression_ratio: float, generator: torch.Generator
+    ) -> tuple[Draw, Tensor]:
+        """The draw of one batch row, without its padding, and its ``budget_figures``."""
         press = self.press
         device = self.take_all[0].device
 
@@ -158,14 +166,15 @@ class Compression:
             return torch.cat([layer[row, :, -length:].to(device) for layer in layers])
 
         shares = shares_of(self.components, compression_ratio)
-        layer_of_head = torch.arange(len(self.take_all), device=device).repeat_interleave(self.take_all[0].shape[1])
-        return draw(
-            [
-                Proposal(heads(weights), share, component.budget_weighting)
-                for component, weights, share in zip(self.components, self.weights, shares, strict=True)
-            ],
-            heads(self.take_all),
-            groups_of(press.allocation, layer_of_head),
+        proposals = [
+            Proposal(heads(log_a), share, component.budget_weighting, logarithms=True)
+            for component, log_a, share in zip(self.components, self.log_weights, shares, strict=True)
+        ]
+        take_all = heads(self.take_all)
+        drawn = draw(
+            proposals,
+            take_all,
+            groups_of(press.allocation, self._layer_of_head(device)),
             keep_fraction=1 - compression_ratio,
             sampler=press.sampler,
             correction=press.correction,
@@ -175,6 +184,7 @@ class Compression:
             max_weight=press.max_weight,
             calibrated=press.calibrate,
         )
+        return drawn, budget_figures(proposals, take_all, drawn)
 
     def _pack_layers(self, prefill: Prefill, rows: list[Draw], lengths: list[int], seed: int) -> None:
         """Pack layer after layer, so that at most one layer is held twice."""

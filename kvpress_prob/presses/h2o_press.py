@@ -1,13 +1,14 @@
 """Accumulated attention as a kvpress scorer, without eager attention."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from kvpress import ScorerPress
 from torch import Tensor, nn
 
 from kvpress_prob.hf import LayerPrefill
-from kvpress_prob.maths.proposals import Prior, accumulated_attention_proposal
+from kvpress_prob.maths.proposals import Prior, ScoresAre, accumulated_attention_proposal
 from kvpress_prob.presses.checks import check_ratio
 from kvpress_prob.sources import PrefillRows
 
@@ -36,6 +37,8 @@ class H2OPress(ScorerPress):
     max_rows : int, optional, default=None
         Read at most this many query rows: the newest, and a stratified sample of the older ones. None reads all.
     """
+
+    scores_are: ClassVar[ScoresAre] = "weights"
 
     compression_ratio: float = 0.0
     prior: Prior = "uniform"

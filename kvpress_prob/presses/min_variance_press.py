@@ -1,12 +1,13 @@
 """The paper's minimum-variance proposals as a kvpress scorer."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvpress import ScorerPress
 from torch import Tensor, nn
 
 from kvpress_prob.hf import LayerPrefill
-from kvpress_prob.maths.proposals import Prior, min_variance_proposal
+from kvpress_prob.maths.proposals import Prior, ScoresAre, min_variance_proposal
 from kvpress_prob.presses.checks import check_ratio
 from kvpress_prob.sources import PrefillRows
 
@@ -35,6 +36,8 @@ class MinVariancePress(ScorerPress):
     max_rows : int, optional, default=None
         Read at most this many query rows: the newest, and a stratified sample of the older ones. None reads all.
     """
+
+    scores_are: ClassVar[ScoresAre] = "weights"
 
     compression_ratio: float = 0.0
     prior: Prior = "harmonic"

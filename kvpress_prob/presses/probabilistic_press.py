@@ -42,9 +42,9 @@ class ProbabilisticPress(BasePress):
     Parameters
     ----------
     press : ScorerPress or list of Component
-        Any kvpress scorer. Non-negative scores are normalised to a proposal, scores with negative values go through a
-        softmax; entries that a scorer protects are kept with weight 1. Several scorers that share the budget are given
-        as components, which then have their own ``budget_weighting`` and ``proposal_temperature``.
+        Any kvpress scorer. What its scores are (weights, their logarithms or logits) is known or declared, see
+        ``Component.scores_are``; entries that it protects are kept with weight 1. Several scorers that share the budget
+        are given as components, which then have their own ``budget_weighting`` and ``proposal_temperature``.
     compression_ratio : float, default=0.0
         Fraction of key-value pairs to evict, over all heads of all full-attention layers. Sliding-window layers are
         left alone.
@@ -56,7 +56,7 @@ class ProbabilisticPress(BasePress):
     temperature : float, default=1.0
         Importance temperature: log-weights are divided by it. 1 corrects fully, infinity not at all.
     proposal_temperature : float, default=1.0
-        Scores s become s^(1/T), or softmax(s/T) if any is negative.
+        Weights s become s^(1/T), logits softmax(s/T); towards 0 the draw approaches top-k.
     uniform_mix : float, default=0.0
         Share of the uniform distribution in each head's proposal.
     allocation : {"global", "layer", "head"}, default="global"

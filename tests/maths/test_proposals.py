@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpress_prob.maths.proposals import (
+    SCORES_ARE,
     accumulated_attention_proposal,
+    check_finite,
+    log_proposal,
     min_variance_proposal,
-    proposal_weights,
     row_prior,
     take_all_stratum,
 )
@@ -84,78 +86,144 @@ def test_group_mixture_covers_every_members_support():
     torch.testing.assert_close(got, torch.tensor([[[0.5, 0, 0.25, 0.25]]]))
 
 
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
 class TestTakeAllStratum:
-    def test_plain_scores_have_none(self):
-        assert not take_all_stratum(torch.rand(2, 3, 10)).any()
-
-    def test_equal_scores_have_none(self):
-        assert not take_all_stratum(torch.ones(2, 3, 10)).any()
-
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-    def test_maximum_plus_one(self, dtype):
-        scores = torch.rand(1, 2, 20).to(dtype) * 0.01
+    @pytest.mark.parametrize("dtype", FLOATS)
+    @pytest.mark.parametrize("heads", [1, 2, 8])
+    def test_maximum_plus_one_in_every_head(self, dtype, heads):
+        scores = torch.rand(heads, 20).to(dtype) * 0.01
         padded = torch.nn.functional.pad(scores, (0, 4), value=scores.max().item() + 1)
         got = take_all_stratum(padded)
         assert got[..., 20:].all()
         assert not got[..., :20].any()
 
-    def test_largest_number_over_maximum_plus_one(self):
-        scores = torch.rand(1, 1, 20)
-        scores[..., 3] = scores.max().item() + 1
-        scores[..., 5] = torch.finfo(scores.dtype).max
-        assert take_all_stratum(scores).nonzero()[:, -1].tolist() == [3, 5]
+    @pytest.mark.parametrize("dtype", FLOATS)
+    def test_the_largest_number_wherever_it_stands_and_one_plateau_only(self, dtype):
+        scores = torch.rand(2, 20).to(dtype) * 0.01
+        scores[:, 3] = scores.max().item() + 1
+        scores[0, 5] = scores[1, 7] = torch.finfo(dtype).max
+        assert take_all_stratum(scores).nonzero().tolist() == [[0, 5], [1, 7]]
 
-    def test_zeros_and_ones(self):
-        scores = torch.zeros(1, 1, 8)
-        scores[..., :3] = 1
-        assert take_all_stratum(scores).sum() == 3
+    @pytest.mark.parametrize(
+        "scores",
+        [
+            torch.rand(2, 40),
+            torch.randn(2, 40),
+            torch.ones(2, 40),
+            torch.zeros(2, 40),
+            torch.arange(40.0).expand(2, -1),
+            torch.arange(40).expand(2, -1),
+            torch.arange(40.0).expand(2, -1) + 0.5,
+            torch.arange(40.0).expand(2, -1) / 40,
+            -torch.arange(40.0).expand(2, -1),
+            torch.randint(8, (2, 40)),
+            torch.randint(8, (2, 40)).float(),
+            torch.randint(2, (2, 40)).bool(),
+            torch.eye(40)[:1].expand(2, -1),
+            torch.tensor([[0.0, 1, 2] * 13]),
+            torch.tensor([[0.3, 0.3, 1.3]]),
+            torch.tensor([[0.1, 0.2, 1.2, 1.2], [0.1, 1.2, 0.2, 0.1]]),
+        ],
+    )
+    @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64])
+    def test_ordinary_scores_have_none(self, scores, dtype):
+        """Scenario S34: ranks, counts, integers, constants, one-hot scores; places that differ between heads."""
+        assert not take_all_stratum(scores if dtype is None else scores.to(dtype)).any()
 
 
-class TestProposalWeights:
-    def test_non_negative_scores_stay(self):
-        scores = torch.tensor([[0.0, 1, 3]])
-        assert proposal_weights(scores, everything(scores)).tolist() == [[0, 1, 3]]
+def weights(scores, scores_are="weights", valid=None, **settings):
+    log_a = log_proposal(scores, everything(scores) if valid is None else valid, scores_are, **settings)
+    return log_a.exp()
 
-    def test_temperature_is_a_power_of_non_negative_scores(self):
-        scores = torch.tensor([[0.0, 1, 3]])
-        got = proposal_weights(scores, everything(scores), temperature=0.5)
+
+class TestLogProposal:
+    def test_weights_stay(self):
+        torch.testing.assert_close(weights(torch.tensor([[0.0, 1, 3]])), torch.tensor([[0.0, 1, 3]]).double())
+
+    def test_temperature_is_a_power_of_weights(self):
+        got = weights(torch.tensor([[0.0, 1, 3]]), temperature=0.5)
         torch.testing.assert_close(got, torch.tensor([[0.0, 1, 9]], dtype=torch.float64))
 
-    def test_negative_scores_go_through_softmax(self):
+    def test_log_weights_are_logarithms_of_weights(self):
+        scores = torch.rand(2, 30) + 0.01
+        for temperature in (0.3, 1.0, 4.0):
+            torch.testing.assert_close(
+                weights(scores.double().log(), "log_weights", temperature=temperature),
+                weights(scores, temperature=temperature),
+            )
+
+    def test_logits_go_through_softmax(self):
         scores = torch.tensor([[-1.0, 0, 2]])
-        got = proposal_weights(scores, everything(scores), temperature=2.0)
+        got = weights(scores, "logits", temperature=2.0)
         torch.testing.assert_close(got, torch.softmax(scores.double() / 2, -1))
 
-    def test_all_zero_becomes_uniform_over_the_valid_entries(self):
-        scores = torch.zeros(1, 4)
-        valid = torch.tensor([[False, True, True, True]])
-        torch.testing.assert_close(proposal_weights(scores, valid)[0, 1:].sum(), torch.tensor(1.0).double())
-        assert proposal_weights(scores, valid)[0, 0] == 0
+    def test_undeclared_scores_are_read_head_by_head(self):
+        """Scenario S36: a head's own scores decide; rounding below 0 does not."""
+        scores = torch.rand(4, 50)
+        plain = weights(scores, None)
+        torch.testing.assert_close(plain, weights(scores))
+        scores[1, 7], scores[2, 3] = -1e-7, -0.5
+        got = weights(scores, None)
+        assert torch.equal(got[[0, 3]], plain[[0, 3]])
+        torch.testing.assert_close(got[1], scores[1].double().clamp(min=0))
+        torch.testing.assert_close(got[2], torch.softmax(scores[2].double(), -1))
 
-    def test_uniform_mixing_keeps_the_total(self):
-        scores = torch.tensor([[0.0, 1, 3, 0]])
-        got = proposal_weights(scores, everything(scores), uniform_mix=0.1)
-        torch.testing.assert_close(got, torch.tensor([[0.1, 1.0, 2.8, 0.1]], dtype=torch.float64))
+    @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool, *FLOATS])
+    @pytest.mark.parametrize("scores_are", [None, *SCORES_ARE])
+    def test_any_real_dtype(self, dtype, scores_are):
+        """Scenario S34."""
+        scores = torch.randint(5, (2, 30)).to(dtype)
+        got = log_proposal(scores, everything(scores), scores_are, temperature=2.0)
+        assert got.dtype == torch.float64
+        torch.testing.assert_close(got, log_proposal(scores.double(), everything(scores), scores_are, temperature=2.0))
+
+    @pytest.mark.parametrize("scores_are", [None, *SCORES_ARE])
+    @pytest.mark.parametrize("temperature", [0.005, 0.001, 1e-4, 100.0])
+    def test_sharp_and_flat_temperatures(self, scores_are, temperature):
+        """Scenario S35: nothing underflows or overflows, ratios of weights are exact."""
+        scores = torch.rand(3, 40, dtype=torch.float64) * torch.tensor([[1e-30], [1.0], [1e30]]).double()
+        scores = scores.log() if scores_are == "log_weights" else scores
+        got = log_proposal(scores, everything(scores), scores_are, temperature=temperature)
+        assert got.isfinite().all()
+        want = (scores if scores_are in ("log_weights", "logits") else scores.log()) / temperature
+        torch.testing.assert_close(got - got[:, :1], want - want[:, :1], atol=1e-6, rtol=1e-9)
+
+    @pytest.mark.parametrize("scores_are", [None, "weights"])
+    @pytest.mark.parametrize("scores", [torch.zeros(1, 4), torch.full((1, 4), -1e-30), torch.zeros(1, 4).long()])
+    def test_a_head_without_weight_is_uniform_over_what_may_be_drawn(self, scores, scores_are):
+        valid = torch.tensor([[False, True, True, True]])
+        got = log_proposal(scores, valid, scores_are)
+        assert got[0, 0] == -torch.inf
+        torch.testing.assert_close(got[0, 1:].softmax(-1), torch.full((3,), 1 / 3).double())
+
+    def test_a_head_without_weight_comes_after_all_others(self):
+        """Whatever its scores' scale, heads that compete do not give way to it."""
+        got = log_proposal(torch.tensor([[0.0, 0, 0], [1e-40, 1e-45, 1e-30]]), torch.ones(2, 3).bool(), "weights")
+        assert got[0].max() < got[1].min()
+
+    @pytest.mark.parametrize("mix", [0.1, 0.9, 1.0])
+    def test_uniform_mixing_keeps_the_total(self, mix):
+        got = weights(torch.tensor([[0.0, 1, 3, 0]]), uniform_mix=mix)
+        want = torch.tensor([[0.0, 1, 3, 0]], dtype=torch.float64) * (1 - mix) + mix
+        torch.testing.assert_close(got, want)
 
     @pytest.mark.parametrize(("bad", "word"), [(float("nan"), "NaN"), (float("inf"), "infinite")])
     def test_refuses_scores_that_are_not_finite(self, bad, word):
-        scores = torch.tensor([[0.0, bad]])
         with pytest.raises(ValueError, match=f"scores of layer 3 must be finite, got {word}"):
-            proposal_weights(scores, everything(scores), name="scores of layer 3")
-
-    def test_refuses_an_overflowing_power(self):
-        scores = torch.tensor([[1e30, 1]])
-        with pytest.raises(ValueError, match="overflows"):
-            proposal_weights(scores, everything(scores), temperature=0.01)
+            check_finite("scores of layer 3", torch.tensor([[0.0, bad]]))
 
     @given(
         st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=30),
-        st.floats(0.2, 10),
+        st.floats(1e-3, 10),
         st.floats(0, 1),
+        st.sampled_from([None, *SCORES_ARE]),
     )
-    def test_weights_are_finite_and_never_all_zero(self, scores, temperature, mix):
+    def test_some_entry_can_always_be_drawn(self, scores, temperature, mix, scores_are):
         scores = torch.tensor([scores])
-        got = proposal_weights(scores, everything(scores), temperature=temperature, uniform_mix=mix)
-        assert torch.isfinite(got).all()
-        assert (got >= 0).all()
-        assert got.sum() > 0
+        got = log_proposal(scores, everything(scores), scores_are, temperature=temperature, uniform_mix=mix)
+        assert not got.isnan().any()
+        assert (got > -torch.inf).any()
+        if mix:
+            assert (got > -torch.inf).all()

@@ -1,5 +1,7 @@
 """``ProbabilisticPress``: parameters, every kvpress scorer as a proposal, budgets, reports, seeds and re-use."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from kvpress import (
@@ -144,7 +146,12 @@ def test_degenerate_scores(scores, ratio, sampler, weighting):
     """Scenario S7: entries of score 0 are never kept, a head of zeros is drawn uniformly, every search ends."""
     model = tiny_llama()
     press = ProbabilisticPress(Given(scores), ratio, sampler=sampler, budget_weighting=weighting, seed=0)
-    cache, full = run(press, 60, model), dense(model, tokens(60))
+    support = sum(int(((given > 0) | (given == 0).all(-1, True)).sum()) for given in (scores(0), scores(1)))
+    sharp = scores is all_zero_row and (ratio, sampler, weighting) == (0.1, "multinomial", "score")
+    short = support < (1 - ratio) * 240 - 4
+    with pytest.warns(UserWarning, match="fewer entries than the budget") if short or sharp else nullcontext():
+        cache = run(press, 60, model)
+    full = dense(model, tokens(60))
     least, most = DEGENERATE[scores]
     for layer, bias in biases_of(cache, full).items():
         kept = bias > -torch.inf
