@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import ClassVar, Literal, cast
 from weakref import WeakKeyDictionary
 
 from kvpress import ScorerPress
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvpress_prob.hf.prefill import decoder_of
+from kvpress_prob.maths.proposals import ScoresAre
 from kvpress_prob.presses.checks import check_choice, check_ratio
 from kvpress_prob.sources import Surrogate, find_surrogate, load_surrogate
 
@@ -41,6 +42,8 @@ class SurrogatePress(ScorerPress):
         What a question may look up (the largest attention of a reconstruction), or what keeps a text fluent (the
         attention of the text's own later rows).
     """
+
+    scores_are: ClassVar[ScoresAre] = "weights"
 
     compression_ratio: float = 0.0
     surrogate: Surrogate | str | Path | None = None
