@@ -93,7 +93,10 @@ def compressor(press: BasePress | None, shared: SharedPrefill) -> Compressor:
 
 def draws(press: BasePress | None) -> bool:
     """Whether the outcome depends on the seed."""
-    return isinstance(press, ProbabilisticPress) or isinstance(_scorer_of(press), DRAWING)
+    if isinstance(press, ProbabilisticPress):
+        scorers = [component.press for component in press.components]
+        return press.sampler != "top_k" or any(isinstance(_scorer_of(scorer), DRAWING) for scorer in scorers)
+    return isinstance(_scorer_of(press), DRAWING)
 
 
 def _check_layers(press: BasePress, shared: SharedPrefill) -> None:

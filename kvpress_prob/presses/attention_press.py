@@ -1,14 +1,17 @@
 """Any statistic over any query source as a kvpress scorer."""
 
-from dataclasses import dataclass, field
-from typing import ClassVar, Literal, cast
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from kvpress import ScorerPress
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 
 from kvpress_prob.hf import LayerPrefill, Prefill, batch_row
+from kvpress_prob.hf.prefill import decoder_of
+from kvpress_prob.maths.projection import projection_factors
 from kvpress_prob.maths.proposals import ScoresAre, value_distance
 from kvpress_prob.ops.attention_mass import STATISTICS, Statistic
 from kvpress_prob.presses.checks import check_choice, check_ratio
@@ -34,6 +37,7 @@ class AttentionPress(ScorerPress):
     TOVA                          ``PrefillRows("last")``, mean, ``heads="layer"``; the last token is protected
     ExpectedAttention             ``ExpectedQueries()``, mean, ``factor="norm"``; sinks are protected
     KVzip                         ``Reconstruction(prompt, skip, n_sink=4)``, max; one budget for all heads
+    LORE-KV                       ``Lookahead()``, output_change, ``project=True``
     the paper's ``pi_min(-h)``    ``PrefillRows("last" or "harmonic")``, mean, ``factor="norm"``, normalised per query
                                   head (``MinVariancePress``)
     the paper's ``pi_H2O(-h)``    ``PrefillRows("uniform" or "harmonic")``, mean (``H2OPress``)
@@ -51,6 +55,10 @@ class AttentionPress(ScorerPress):
         are reduced in the same way.
     factor : {"none", "norm", "centered"}, default="none"
         Times 1, ``|v_i|``, or ``|v_i - o|`` with ``o`` the mean of the values under the head's statistic.
+    project : bool, default=False
+        Measure the change of the output (``statistic="output_change"``) behind the layer's output projection,
+        ``p_j(i) / (1 - p_j(i)) |W_O^h (o_j - v_i)|``: what deleting the entry does to the layer's output through one
+        query head. Needs attention modules with an ``o_proj`` right behind the heads.
     heads : {"group", "layer"}, default="group"
         Reduce each group of query heads to its KV head's scores, or all query heads of a layer to common scores.
     compression_ratio : float, default=0.0
@@ -64,6 +72,7 @@ class AttentionPress(ScorerPress):
     factor: Factor = "none"
     heads: Heads = "group"
     compression_ratio: float = 0.0
+    project: bool = False
 
     def __post_init__(self):
         if not isinstance(self.source, LayerSource | PassSource):
@@ -73,7 +82,17 @@ class AttentionPress(ScorerPress):
         check_choice("heads", self.heads, HEADS)
         if self.statistic == "output_change" and self.factor != "none":
             raise ValueError(f"statistic='output_change' has its own factor, got factor={self.factor!r}")
+        if not isinstance(self.project, bool):
+            raise TypeError(f"project must be True or False, got {self.project!r}")
+        if self.project and self.statistic != "output_change":
+            raise ValueError(f"project=True needs statistic='output_change', got statistic={self.statistic!r}")
         check_ratio(self.compression_ratio)
+
+    def post_init_from_model(self, model: PreTrainedModel) -> None:
+        """Refuse a model whose output projection cannot be read, before it runs."""
+        if self.project:
+            for layer in decoder_of(model).layers:
+                _output_projection(layer.self_attn)
 
     @property
     def needs_pass(self) -> bool:
@@ -95,6 +114,8 @@ class AttentionPress(ScorerPress):
                 "ProbabilisticPress, with sampler='top_k' for a plain top-k"
             )
         rows = self.source.rows(LayerPrefill(module, hidden_states, keys, values, attentions, kwargs))
+        if self.project:
+            rows = _projected(rows, _factors(module, values.shape[-1]))
         return self._scores(rows.statistic(self.statistic), values)
 
     def score_context(self, prefill: Prefill) -> list[Tensor]:
@@ -105,10 +126,15 @@ class AttentionPress(ScorerPress):
         if not isinstance(self.source, PassSource):
             raise NotImplementedError(f"{type(self.source).__name__} scores one layer at a time: use score()")
         t = prefill.valid.shape[1]
+        factors = {}
+        if self.project:
+            modules = {layer.self_attn.layer_idx: layer.self_attn for layer in decoder_of(prefill.model).layers}
+            widths = {layer: cast(Tensor, prefill.cache.layers[layer].values).shape[-1] for layer in prefill.layers}
+            factors = {layer: _factors(modules[layer], width) for layer, width in widths.items()}
         rows = []
         for row in range(len(prefill.valid)):
             single = batch_row(prefill, row)
-            gathered = _Gathered(self.statistic)
+            gathered = _Gathered(self.statistic, factors)
             self.source.run(single, gathered.visit)
             layers = []
             for layer in prefill.layers:
@@ -139,13 +165,18 @@ class AttentionPress(ScorerPress):
 class _Gathered:
     """Statistics of every layer over the blocks of rows of a pass."""
 
-    def __init__(self, statistic: Statistic):
+    def __init__(self, statistic: Statistic, factors: dict[int, Tensor]):
         self.statistic: Statistic = statistic
+        self.factors = factors  # of the layers' output projections, where distances are measured behind them
         self.layers: dict[int, Tensor] = {}  # [hq t]: sums, sums of squares, or maxima
 
     def visit(self, layer: int, rows: QueryRows) -> Tensor:
         """A ``Visit``: batch rows are further rows of the same context."""
-        mass, output = rows.statistic_and_output(self.statistic)
+        if layer in self.factors:
+            mass = _projected(rows, self.factors[layer]).statistic(self.statistic)
+            output = rows.statistic_and_output("mean")[1]
+        else:
+            mass, output = rows.statistic_and_output(self.statistic)
         mass = mass[..., : rows.context]
         if self.statistic == "max":
             mass = mass.amax(0)
@@ -159,3 +190,27 @@ class _Gathered:
         """The statistic [1 hq t]."""
         mass = self.layers[layer].unsqueeze(0)
         return mass.sqrt() if self.statistic == "rms" else mass
+
+
+def _output_projection(module: Any) -> Tensor:
+    """The weight [hidden, hq dv] of the projection right behind a module's heads."""
+    weight = getattr(getattr(module, "o_proj", None), "weight", None)
+    name = type(module).__name__
+    if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
+        raise ValueError(f"project=True needs attention modules with an o_proj of floating-point weights, got {name}")
+    if hasattr(module, "attn_sub_norm"):
+        raise ValueError(f"project=True needs o_proj right behind the heads, got {name} with a norm between them")
+    return weight
+
+
+def _factors(module: nn.Module, width: int) -> Tensor:
+    """Factors [hq dv dv] of the module's output projection."""
+    return projection_factors(_output_projection(module), width)
+
+
+def _projected(rows: QueryRows, factors: Tensor) -> QueryRows:
+    """The rows over values of each query head, in coordinates whose distances are those behind the projection."""
+    group = rows.query.shape[1] // rows.keys.shape[1]
+    wide = torch.promote_types(rows.values.dtype, torch.float32)
+    values = rows.values.to(wide).repeat_interleave(group, 1) @ factors.to(wide)
+    return replace(rows, keys=rows.keys.repeat_interleave(group, 1), values=values)

@@ -3,8 +3,10 @@
 ``prob_min``, ``prob_min_h``, ``prob_h2o`` and ``prob_h2o_h`` are the paper's four proposals to the letter (multinomial
 draws, count weights, uncentred values). ``prob_best`` is this package's best, from rows that repeat the context and
 rows that read it; ``prob_learned`` reads the first off the hidden states and makes no pass (``kvpress-prob fit``);
-``prob_fast`` reads only. The other ``prob_*`` wrap kvpress' own
-scorers; ``prob_kvzip`` is KVzip's scores and selection without its prompt, and memory that drops.
+``prob_fast`` reads only. The other ``prob_*`` wrap kvpress' own scorers; ``prob_kvzip`` is KVzip's scores and selection
+without its prompt, and memory that drops. ``lore`` is LORE-KV: the cost of deleting an entry, behind the output
+projection, over what the model would say next; every head keeps as many, the largest. ``prob_lore`` draws from the same
+costs and weighs what it kept.
 
 ``PHYSICAL_PRESSES`` are kvpress' own presses that hide entries, by the names and with the settings of its evaluation
 registry, in a ``PhysicalPress``: the same answers, and memory that drops.
@@ -33,7 +35,7 @@ from kvpress_prob.presses.min_variance_press import MinVariancePress
 from kvpress_prob.presses.physical_press import PhysicalPress
 from kvpress_prob.presses.probabilistic_press import ProbabilisticPress
 from kvpress_prob.presses.surrogate_press import SurrogatePress
-from kvpress_prob.sources import Reconstruction
+from kvpress_prob.sources import Lookahead, Reconstruction
 
 
 def _paper(scorer: ScorerPress, seed: int | None) -> ProbabilisticPress:
@@ -42,6 +44,10 @@ def _paper(scorer: ScorerPress, seed: int | None) -> ProbabilisticPress:
 
 def _reconstruction() -> AttentionPress:
     return AttentionPress(source=Reconstruction(), statistic="max")
+
+
+def _lookahead() -> AttentionPress:
+    return AttentionPress(source=Lookahead(), statistic="output_change", project=True)
 
 
 def reconstruction_share(compression_ratio: float) -> float:
@@ -79,6 +85,10 @@ PRESSES: dict[str, Callable[[int | None], ProbabilisticPress]] = {
     "prob_kvzip": lambda seed: ProbabilisticPress(
         _reconstruction(), sampler="top_k", correction="none", budget_weighting="score", n_sink=4, seed=seed
     ),
+    "lore": lambda seed: ProbabilisticPress(
+        _lookahead(), sampler="top_k", correction="none", allocation="head", seed=seed
+    ),
+    "prob_lore": lambda seed: ProbabilisticPress(_lookahead(), allocation="head", seed=seed),
     "prob_snapkv": lambda seed: ProbabilisticPress(SnapKVPress(), seed=seed),
     "prob_tova": lambda seed: ProbabilisticPress(TOVAPress(), seed=seed),
     "prob_knorm": lambda seed: ProbabilisticPress(KnormPress(), seed=seed),

@@ -1,7 +1,7 @@
 """Lookahead rows: what the model would say next, sampled a few times, is what will be asked of the context.
 
 Short continuations are sampled from the model and read once more in one pass, whose query rows are scored; then they
-are discarded (the idea of LORE-KV).
+are discarded (the idea of LORE-KV; its paper's settings are not known here).
 """
 
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class Lookahead:
     n_continuations : int, default=4
         Continuations that are sampled side by side.
     n_tokens : int, default=32
-        Tokens of each.
+        Tokens of each, at most: a continuation ends with the sequence.
     temperature : float, default=1.0
         Sampling temperature.
     by_likelihood : bool, default=False
@@ -49,33 +49,46 @@ class Lookahead:
     def run(self, prefill: Prefill, visit: Visit) -> None:
         """Sample, then read the continuations once; see ``PassSource``."""
         futures = repeated(prefill, self.n_continuations)
-        ids, log_likelihood = self._sample(futures)
+        ids, log_likelihood, counts = self._sample(futures)
+        length = counts.sum(-1)
         share = torch.full((self.n_continuations,), 1 / self.n_continuations, dtype=torch.float64, device=ids.device)
         if self.by_likelihood:
-            share = torch.softmax(log_likelihood.double() / self.n_tokens, 0)
-        second_pass(futures, ids, partial(_attend, visit, prefill.valid.shape[1], share))
+            share = torch.softmax(log_likelihood.double() / length, 0)
+        weights = (share / length).unsqueeze(-1) * counts
+        second_pass(futures, ids, partial(_attend, visit, prefill.valid.shape[1], weights))
 
-    def _sample(self, futures: Prefill) -> tuple[Tensor, Tensor]:
-        """Token ids [k, n_tokens] and their log-likelihoods [k]."""
+    def _sample(self, futures: Prefill) -> tuple[Tensor, Tensor, Tensor]:
+        """Token ids [k, n], the log-likelihoods [k] of the tokens that count, and which [k, n] do.
+
+        A continuation ends before its end-of-sequence token, which would not be read either; its first token always
+        counts.
+        """
         model: Any = futures.model
+        eos = getattr(model.generation_config, "eos_token_id", None)
+        stops = torch.tensor(eos if isinstance(eos, list) else [] if eos is None else [eos])
         generator = torch.Generator().manual_seed(self.seed)
         cache = scratch_copy(futures.cache)
         logits = model.get_output_embeddings()(futures.last_hidden_state)
         position = futures.next_position.unsqueeze(-1)
-        drawn, total = [], torch.zeros(len(logits), device=logits.device)
+        stops = stops.to(logits.device)
+        drawn, counts, total = [], [], torch.zeros(len(logits), device=logits.device)
+        going = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
         for step in range(self.n_tokens):
             log_p = torch.log_softmax(logits.float() / self.temperature, -1)
             token = torch.multinomial(log_p.exp().cpu(), 1, generator=generator).to(logits.device)
-            total = total + log_p.gather(-1, token).squeeze(-1)
+            going = going & ~torch.isin(token.squeeze(-1), stops)
+            count = going if step else torch.ones_like(going)
+            if not count.any():
+                break
+            total = total + torch.where(count, log_p.gather(-1, token).squeeze(-1), 0)
             drawn.append(token)
+            counts.append(count)
             if step + 1 < self.n_tokens:
                 logits = model(token, past_key_values=cache, position_ids=position + step).logits[:, -1]
-        return torch.cat(drawn, 1), total
+        return torch.cat(drawn, 1), total, torch.stack(counts, 1)
 
 
 def _attend(
-    visit: Visit, t: int, share: Tensor, layer: int, inputs: AttentionInputs, keys: Tensor, values: Tensor
+    visit: Visit, t: int, weights: Tensor, layer: int, inputs: AttentionInputs, keys: Tensor, values: Tensor
 ) -> Tensor:
-    n = inputs.query.shape[2]
-    weights = (share / n).unsqueeze(-1).expand(-1, n)
     return visit(layer, QueryRows(inputs.query, keys, values, t, weights, inputs.scaling, inputs.softcap))

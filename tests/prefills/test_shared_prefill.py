@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from kvpress import DMSPress, KnormPress, KVPressTextGenerationPipeline, ObservedAttentionPress
+from kvpress import CompactorPress, DMSPress, KnormPress, KVPressTextGenerationPipeline, ObservedAttentionPress
 from transformers import DynamicCache
 
-from kvpress_prob import PHYSICAL_PRESSES, PhysicalPress, make_press
+from kvpress_prob import PHYSICAL_PRESSES, PhysicalPress, ProbabilisticPress, make_press
 from kvpress_prob.hf import RaggedLayer, cache_bytes
 from kvpress_prob.prefills.attention_error import DenseQuestion, attention_errors
 from kvpress_prob.prefills.compressors import compressor, draws
@@ -58,7 +58,9 @@ def test_ratio_zero_is_dense(shared, name):
 
 def test_which_presses_draw():
     drawing = {name for name in press_names() if draws(PressSpec(name).build())}
-    assert drawing == {name for name in press_names() if name.startswith("prob_")} | {"compactor", "leverage", "random"}
+    probabilistic = {name for name in press_names() if name.startswith("prob_")} - {"prob_kvzip"}
+    assert drawing == probabilistic | {"compactor", "leverage", "random"}
+    assert draws(ProbabilisticPress(CompactorPress(), sampler="top_k", correction="none"))
 
 
 @pytest.mark.parametrize("name", PHYSICAL_PRESSES)

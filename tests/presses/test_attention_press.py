@@ -17,11 +17,13 @@ from kvpress_prob import (
     PrefillRows,
     ProbabilisticPress,
     Reconstruction,
+    make_press,
 )
 from kvpress_prob.hf import AttentionInputs, LayerPrefill
 from kvpress_prob.models.loading import load_pipeline
+from kvpress_prob.prefills.shared_prefill import SharedPrefill
 from kvpress_prob.sources import LayerSource, kvzip_prompt
-from tests.helpers.evaluation import save_tiny_model
+from tests.helpers.evaluation import half_space_llama, save_tiny_model
 from tests.helpers.models import ARCHITECTURES, tiny_llama, tokens
 from tests.presses.test_scorers import captured_scores
 
@@ -189,6 +191,8 @@ def test_alone_a_press_with_a_pass_says_where_it_works():
         ({"factor": "value"}, ValueError, "factor must be one of .*, got 'value'"),
         ({"heads": "model"}, ValueError, "heads must be one of .*, got 'model'"),
         ({"statistic": "output_change", "factor": "norm"}, ValueError, "'output_change' has its own factor"),
+        ({"project": 1}, TypeError, "project must be True or False, got 1"),
+        ({"project": True}, ValueError, "project=True needs statistic='output_change', got statistic='mean'"),
         ({"compression_ratio": 1.0}, ValueError, r"compression_ratio must be a number in \[0, 1\), got 1.0"),
     ],
 )
@@ -317,6 +321,84 @@ def test_r_0_makes_no_pass():
 def test_bad_components(press, settings, error, message):
     with pytest.raises(error, match=message):
         ProbabilisticPress(press, **settings)
+
+
+def deleted(query, keys, values, scaling):
+    """Change [hq n t] of every row's output [hq n dv] when one entry after the other is left out, one softmax each."""
+    logits = scaling * query @ keys.mT
+    t = keys.shape[1]
+    outputs = torch.softmax(logits, -1) @ values
+    changes = []
+    for entry in range(t):
+        left = [index for index in range(t) if index != entry]
+        changes.append(torch.softmax(logits[..., left], -1) @ values[:, left] - outputs)
+    return torch.stack(changes, 2)  # [hq n t dv]
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen3", "Granite", "DeepSeek-V3"])
+def test_projected_output_change_is_deletion_behind_the_projection(architecture):
+    """Brute force in float64, through the model's own o_proj: the last rows of a prefill, and rows of a pass."""
+    model, ids = ARCHITECTURES[architecture].build().double(), tokens(30)
+    settings = {"statistic": "output_change", "project": True}
+    for press in (
+        AttentionPress(source=PrefillRows("last"), **settings),
+        AttentionPress(source=Lookahead(1, 1), **settings),
+    ):
+        seen = {}
+
+        def visit(layer, rows, seen=seen):
+            seen[layer] = rows
+            return rows.statistic_and_output("mean")[1]
+
+        shared = SharedPrefill.run(model, ids)
+        if press.needs_pass:
+            scores = press.score_context(shared.prefill)
+            press.source.run(shared.prefill, visit)
+        else:
+            scores = [
+                press.score(it.module, it.hidden_states, it.keys, it.values, it.attentions, it.kwargs)
+                for it in shared.layers
+            ]
+            seen = {it.module.layer_idx: press.source.rows(it) for it in shared.layers}
+        for index, got in zip(shared.prefill.layers, scores, strict=True):
+            rows, module = seen[index], model.model.layers[index].self_attn
+            group = rows.query.shape[1] // rows.keys.shape[1]
+            keys, values = (x[0].double().repeat_interleave(group, 0) for x in (rows.keys, rows.values))
+            change = deleted(rows.query[0].double(), keys, values, rows.scaling)[:, :, :30]
+            heads, width = change.shape[0], change.shape[-1]
+            cost = []
+            for head in range(heads):
+                alone = change.new_zeros(*change.shape[1:3], heads * width)
+                alone[..., head * width : (head + 1) * width] = change[head]
+                cost.append(torch.nn.functional.linear(alone, module.o_proj.weight).norm(dim=-1).mean(0))
+            want = torch.stack(cost).view(-1, group, 30).mean(1)
+            torch.testing.assert_close(got[0], want, atol=1e-12, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        ("Phi", "needs attention modules with an o_proj of floating-point weights, got PhiAttention"),
+        ("OPT", "needs attention modules with an o_proj of floating-point weights, got OPTAttention"),
+        ("BitNet", "needs o_proj right behind the heads, got BitNetAttention with a norm between them"),
+    ],
+)
+def test_models_without_a_readable_projection_are_refused_before_they_run(architecture, message):
+    model = ARCHITECTURES[architecture].build()
+    for press in (make_press("lore", 0.5), AttentionPress(statistic="output_change", project=True)):
+        with pytest.raises(ValueError, match=message):
+            press(model).__enter__()
+
+
+@pytest.mark.parametrize("name", ["lore", "prob_lore"])
+def test_lore_keeps_as_many_entries_in_every_head(name):
+    model, cache = half_space_llama(), DynamicCache()
+    press = make_press(name, 0.7)
+    with press(model):
+        model(tokens(100), past_key_values=cache)
+    assert (press.report.kept - 30).abs().max() <= (name == "prob_lore")
+    weights = cache.layers[0].store.segment(0, 0)[2]
+    assert bool((weights > 0).any()) == (name == "prob_lore")
 
 
 def test_lookahead_scores_by_output_change():

@@ -201,7 +201,7 @@ def test_a_batch_row_of_a_sliding_model_is_the_row_alone():
 def test_lookahead_samples_from_the_model_and_is_seeded():
     prefill = prefill_of(tiny_llama(), tokens(60))
     source = Lookahead(n_continuations=400, n_tokens=1, seed=5)
-    drawn, total = source._sample(repeated(prefill, 400))
+    drawn, total, _ = source._sample(repeated(prefill, 400))
     probability = prefill.model.lm_head(prefill.last_hidden_state).double().softmax(-1).squeeze(0)
     counts = torch.bincount(drawn.flatten(), minlength=len(probability))
     likely = probability > 5 / 400
@@ -220,7 +220,7 @@ def test_lookahead_continues_the_context():
     ids = tokens(30)
     prefill = prefill_of(model, ids)
     source = Lookahead(n_continuations=3, n_tokens=6, by_likelihood=True)
-    futures, log_likelihood = source._sample(repeated(prefill, 3))
+    futures, log_likelihood, _ = source._sample(repeated(prefill, 3))
     (block,) = rows_of(source, prefill)[1]
     cache = DynamicCache()
     model(torch.cat((ids.expand(3, -1), futures), 1), past_key_values=cache)
@@ -334,3 +334,46 @@ def test_bad_parameters(build, message):
 def test_what_is_a_pass():
     assert isinstance(Reconstruction(), PassSource)
     assert isinstance(Lookahead(), PassSource)
+
+
+@pytest.mark.parametrize("eos", [None, "some", "all"])
+def test_a_continuation_ends_with_the_sequence(eos):
+    """Rows from the end-of-sequence token on do not count, a first token always does; every continuation counts
+    alike."""
+    model, ids = tiny_llama(), tokens(60)
+    model.generation_config.eos_token_id = None
+    source = Lookahead(n_continuations=4, n_tokens=6, by_likelihood=False, seed=3)
+    prefill = prefill_of(model, ids)
+    free = rows_of(source, prefill)[0][0]
+    drawn = source._sample(repeated(prefill, 4))[0]
+    stops = {None: None, "some": [int(drawn[0, 2]), int(drawn[1, 0])], "all": list(range(128))}[eos]
+    model.generation_config.eos_token_id = stops
+    (block,) = rows_of(source, prefill)[0]
+    assert float(block.weights.sum()) == pytest.approx(1)
+    torch.testing.assert_close(block.weights.sum(-1), torch.full((4,), 0.25, dtype=torch.float64))
+    if eos is None:
+        assert torch.equal(block.weights, free.weights)
+    elif eos == "all":
+        assert block.weights.shape == (4, 1)
+    else:
+        for row, continuation in zip(block.weights, drawn.tolist(), strict=True):
+            ends = [place for place, token in enumerate(continuation) if token in stops]
+            length = max(min(ends, default=6), 1)
+            want = torch.zeros(len(row), dtype=torch.float64)
+            want[:length] = 0.25 / length
+            torch.testing.assert_close(row, want)
+        assert float(block.weights[0, 2]) == 0
+
+
+def test_likelihood_is_that_of_the_tokens_that_count():
+    model = tiny_llama()
+    prefill = prefill_of(model, tokens(60))
+    source = Lookahead(n_continuations=3, n_tokens=5, by_likelihood=True)
+    drawn, total, _ = source._sample(repeated(prefill, 3))
+    model.generation_config.eos_token_id = int(drawn[0, 2])
+    _, shorter, counts = source._sample(repeated(prefill, 3))
+    assert int(counts[0].sum()) == 2
+    log_p = torch.log_softmax(model(torch.cat([tokens(60).expand(3, -1), drawn], 1)).logits.float(), -1)[:, 59:-1]
+    each = log_p.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
+    torch.testing.assert_close(total, each.sum(-1), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(shorter[0], each[0, :2].sum(), atol=1e-4, rtol=1e-4)
