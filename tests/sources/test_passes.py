@@ -208,8 +208,8 @@ def test_lookahead_samples_from_the_model_and_is_seeded():
     z = (counts - 400 * probability) / (400 * probability * (1 - probability)).sqrt()
     assert z[likely].abs().max() < 4.5
     torch.testing.assert_close(total.double(), probability[drawn.squeeze(-1)].log(), atol=1e-4, rtol=1e-4)
-    again, _ = source._sample(repeated(prefill, 400))
-    other, _ = replace(source, seed=6)._sample(repeated(prefill, 400))
+    again, _, _ = source._sample(repeated(prefill, 400))
+    other, _, _ = replace(source, seed=6)._sample(repeated(prefill, 400))
     assert torch.equal(drawn, again)
     assert not torch.equal(drawn, other)
 
