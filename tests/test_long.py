@@ -53,7 +53,7 @@ STAGES = (
     (RaggedKV, "with_room"),
     (torch.Tensor, "new_empty"),
     ("kvpress_prob.hf.cache.append", None),
-    ("kvpress_prob.hf.attention.weighted_decode", None),
+    ("kvpress_prob.hf.cache.weighted_decode", None),
 )
 
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvpress_prob.hf import LayerPrefill, Prefill, watch_prefills
-from kvpress_prob.hf.prefill import decoder_of
+from kvpress_prob.hf import LayerPrefill, Prefill, decoder_of, watch_prefills
 from kvpress_prob.presses import AttentionPress, MinVariancePress
 from kvpress_prob.sources import Reconstruction
 

@@ -1,6 +1,7 @@
 """Floor 3: transformers. A cache layer over the ragged store, attention that reads it, and the watching of prefills."""
 
-from kvpress_prob.hf.cache import RaggedLayer, cache_bytes, compress_layer
+from kvpress_prob.hf.cache import RaggedLayer
+from kvpress_prob.hf.decoding_budget import DecodingBudget, ResamplingSettings
 from kvpress_prob.hf.enclosing import (
     HiddenEntries,
     enclosed_prefills,
@@ -8,10 +9,13 @@ from kvpress_prob.hf.enclosing import (
     full_attention_layers,
     take_hidden,
 )
-from kvpress_prob.hf.prefill import AttentionInputs, LayerPrefill, Prefill, attention_inputs, watch_prefills
-from kvpress_prob.hf.resampling import DecodingBudget, ResamplingSettings
+from kvpress_prob.hf.observing import AttentionInputs, attention_inputs
+from kvpress_prob.hf.packing import cache_bytes, compress_layer
+from kvpress_prob.hf.passes import batch_row, repeated, scratch_copy, second_pass
+from kvpress_prob.hf.prefill import LayerPrefill, Prefill
 from kvpress_prob.hf.saving import load_compressed, read_header, save_compressed
-from kvpress_prob.hf.second_pass import batch_row, repeated, scratch_copy, second_pass
+from kvpress_prob.hf.supported import decoder_of
+from kvpress_prob.hf.watching import watch_prefills
 
 __all__ = [
     "AttentionInputs",
@@ -25,6 +29,7 @@ __all__ = [
     "batch_row",
     "cache_bytes",
     "compress_layer",
+    "decoder_of",
     "enclosed_prefills",
     "evict_hidden",
     "full_attention_layers",

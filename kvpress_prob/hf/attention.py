@@ -4,26 +4,32 @@ A model's attention module hands its attention function the query and whatever `
 cache. So a compressed layer returns ``RaggedKeys`` and ``RaggedValues``: not tensors, but objects that implement
 torch's ``__torch_function__`` protocol. When transformers' sdpa function passes them to
 ``scaled_dot_product_attention``, or a model's eager function multiplies, masks and normalises, the call arrives here
-and runs ``weighted_decode`` on the layer's store. Nothing is registered or replaced, nothing is stored on the model, a
-plain cache never comes near this code, and a function that cannot read a compressed layer raises instead of computing
-something else.
+and the layer attends. Nothing is registered or replaced, nothing is stored on the model, a plain cache never comes near
+this code, and a function that cannot read a compressed layer raises instead of computing something else.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvpress_prob.ops import weighted_decode
-
-if TYPE_CHECKING:
-    from kvpress_prob.hf.cache import RaggedLayer
+from kvpress_prob.ragged import RaggedKV
 
 SUPPORTED_ATTENTION = ("sdpa", "eager")
+
+
+class CompressedLayer(Protocol):
+    """What travels with the keys and values of a compressed layer: enough to describe and to attend to them."""
+
+    store: RaggedKV
+
+    def attend(self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
+        """Attention output [b hq n dv] of the newest ``n`` tokens, whose queries these are, over the layer."""
+        ...
 
 
 class _Dispatch:
@@ -51,7 +57,7 @@ class _Dispatch:
 class _Entries(_Dispatch):
     """The keys or values of a compressed layer, as many as its logical length says (not as are stored)."""
 
-    layer: RaggedLayer
+    layer: CompressedLayer
     length: int
 
     @property
@@ -121,7 +127,7 @@ class RaggedValues(_Entries):
 class RaggedKeysTransposed(_Dispatch):
     """``keys.transpose(2, 3)``, waiting for the query."""
 
-    layer: RaggedLayer
+    layer: CompressedLayer
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ class RaggedLogits(_Dispatch):
         "linear", "tanh" (a tanh was applied, its factor is still to come), "capped", "masked" or "normalised".
     """
 
-    layer: RaggedLayer
+    layer: CompressedLayer
     query: Tensor
     scaling: float = 1.0
     softcap: float | None = None
@@ -177,7 +183,7 @@ class RaggedLogits(_Dispatch):
 
     def attend(self) -> Tensor:
         self._expect("normalised", "multiplied with the values")
-        return decode(self.layer, self.query, self.mask, self.scaling, self.softcap)
+        return self.layer.attend(self.query, self.mask, self.scaling, self.softcap)
 
     def _expect(self, stages: str | tuple[str, ...], action: str) -> None:
         if self.stage not in stages:
@@ -185,14 +191,6 @@ class RaggedLogits(_Dispatch):
                 f"this model's eager attention cannot read a compressed KV cache ({self.stage} logits are {action}): "
                 "use attn_implementation='sdpa'"
             )
-
-
-def decode(layer: RaggedLayer, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
-    """Attention output [b, hq, n, dv] of the newest ``n`` tokens over the layer."""
-    layer.apply_mask(mask, query.shape[2])
-    output = weighted_decode(query, layer.store, scaling=scaling, softcap=softcap)[0]
-    layer.attended(query, scaling, softcap)
-    return output
 
 
 def _scaled_dot_product_attention(
@@ -206,7 +204,7 @@ def _scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     _refuse_dropout(dropout_p)
-    return decode(key.layer, query, attn_mask, query.shape[-1] ** -0.5 if scale is None else scale, None)
+    return key.layer.attend(query, attn_mask, query.shape[-1] ** -0.5 if scale is None else scale, None)
 
 
 def _matmul(left: Tensor | RaggedLogits, right: RaggedKeysTransposed | RaggedValues) -> RaggedLogits | Tensor:

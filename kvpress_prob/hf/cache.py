@@ -1,8 +1,7 @@
 """A transformers cache layer over the ragged store.
 
-``compress_layer`` replaces one ``DynamicLayer`` of a cache by a ``RaggedLayer`` that stores a different number of
-entries per head. All state of a compressed context lives here: two caches on one model never see each other, and deep
-copies are independent.
+A ``RaggedLayer`` stands where a ``DynamicLayer`` was and stores a different number of entries per head. All state of a
+compressed context lives here: two caches on one model never see each other, and deep copies are independent.
 
 Two lengths are never mixed. The *logical* length, context plus appended tokens, is what positions and masks count;
 ``get_seq_length`` returns it. The *physical* lengths are what is stored, one per batch row and head.
@@ -12,11 +11,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from kvpress_prob.hf.attention import RaggedKeys, RaggedValues
-from kvpress_prob.hf.resampling import Resampler, ResamplingSettings
-from kvpress_prob.ops import append
+from kvpress_prob.hf.decoding_budget import Resampler, ResamplingSettings
+from kvpress_prob.ops import append, weighted_decode
 from kvpress_prob.ops.library import operator
 from kvpress_prob.ragged import RaggedKV
 
@@ -134,15 +133,20 @@ class RaggedLayer(CacheLayerMixin):
             store.log_w[_newest(store.start, store.length, self.appended)] = 0.0
             self.hides = False
 
-    def attended(self, query: Tensor, scaling: float, softcap: float | None) -> None:
-        """Called after every forward pass with the queries [b, hq, n, d] of its tokens: keeps to the budget."""
-        if self.resampler is None:
-            return
-        self.resampler.remember(query, self.appended)
-        rows = self.resampler.exceeded(self.appended, self.store.kv_heads)
+    def attend(self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
+        """Attention output [b hq n dv] of the newest ``n`` tokens; afterwards the layer is kept to its budget."""
+        self.apply_mask(mask, query.shape[2])
+        output = weighted_decode(query, self.store, scaling=scaling, softcap=softcap)[0]
+        if self.resampler is not None:
+            self._keep_to_budget(self.resampler, query, scaling, softcap)
+        return output
+
+    def _keep_to_budget(self, resampler: Resampler, query: Tensor, scaling: float, softcap: float | None) -> None:
+        resampler.remember(query, self.appended)
+        rows = resampler.exceeded(self.appended, self.store.kv_heads)
         if rows:
-            self.store = self.resampler.sample(self.store, rows, scaling, softcap)
-            whole = cast(Tensor, self.resampler.queries).shape[2]
+            self.store = resampler.sample(self.store, rows, scaling, softcap)
+            whole = cast(Tensor, resampler.queries).shape[2]
             self.context_length += self.appended - whole
             self.appended = whole
 
@@ -249,67 +253,3 @@ def _fake_apply_mask(
 
 
 _APPLY_MASK = operator("apply_mask", _apply_mask, _fake_apply_mask, mutates=("log_w",))
-
-
-def check_cache(cache: Cache | None) -> None:
-    """Raise ``TypeError`` unless every layer of the cache can be compressed or left alone; ``None`` is the model's
-    default cache."""
-    if cache is None:
-        return
-    kind = type(cache).__name__
-    if getattr(cache, "offloading", False):
-        kind = f"offloaded {kind}"
-    elif isinstance(cache, DynamicCache) and cache.layer_class_to_replicate in (None, DynamicLayer):
-        layers = (DynamicLayer, DynamicSlidingWindowLayer, RaggedLayer)
-        foreign = next((type(layer).__name__ for layer in cache.layers if type(layer) not in layers), None)
-        if foreign is None:
-            return
-        kind = f"{kind} of {foreign} layers"
-    raise TypeError(f"past_key_values must be a DynamicCache that is not offloaded, got {kind}")
-
-
-def compress_layer(
-    cache: Cache,
-    layer_idx: int,
-    kept: Tensor,
-    log_w: Tensor,
-    padding: list[int],
-    resampling: ResamplingSettings | None = None,
-) -> None:
-    """Replace a dense layer by its kept entries; the dense tensors are released before the next layer is packed.
-
-    Parameters
-    ----------
-    cache : Cache
-        Changed in place.
-    layer_idx : int
-    kept : Bool[Tensor, "b hkv t"]
-    log_w : Float[Tensor, "b hkv t"]
-    padding : list of int
-        Left padding of each batch row.
-    resampling : ResamplingSettings, optional
-        Budget for decoding.
-    """
-    dense = cache.layers[layer_idx]
-    keys, values = cast(Tensor, dense.keys), cast(Tensor, dense.values)
-    store = RaggedKV.pack(keys, values, kept, log_w)
-    cache.layers[layer_idx] = RaggedLayer(store, keys.shape[2], padding, resampling)
-    dense.keys = dense.values = None
-
-
-def cache_bytes(cache: Cache) -> int:
-    """Bytes that the cache's tensors hold, measured on their storages; a storage that several tensors share counts
-    once."""
-    storages: dict[int, int] = {}
-    for layer in cache.layers:
-        if isinstance(layer, RaggedLayer):
-            store = layer.store
-            tensors = [store.keys, store.values, store.log_w, store.start, store.length]
-            if layer.resampler is not None and layer.resampler.queries is not None:
-                tensors.append(layer.resampler.queries)
-        else:
-            tensors = [value for value in vars(layer).values() if isinstance(value, Tensor)]
-        for tensor in tensors:
-            storage = tensor.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-    return sum(storages.values())

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kvpress_prob.hf.cache import check_cache, compress_layer
-from kvpress_prob.hf.prefill import decoder_of, validity
+from kvpress_prob.hf.packing import compress_layer
+from kvpress_prob.hf.supported import check_cache, decoder_of
+from kvpress_prob.hf.validity import token_validity
 
 _ENCLOSED: WeakSet[nn.Module] = WeakSet()
 """Decoders whose prefills are being enclosed right now."""
@@ -68,7 +69,7 @@ def enclosed_prefills(
             if not (model.config.get_text_config().use_cache if use_cache is None else use_cache):
                 raise ValueError("use_cache must be True inside `with press(model)`: there is no cache to compress")
             cache = given["past_key_values"] = DynamicCache(config=decoder.config)
-        valid = validity(given.get("attention_mask"), inputs)
+        valid = token_validity(given.get("attention_mask"), inputs)
         with _own_attributes(decoder):
             decoder.forward = original
             with block():

@@ -28,8 +28,9 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from kvpress_prob.hf.cache import RaggedLayer, check_cache
-from kvpress_prob.hf.resampling import DecodingBudget, Resampler, ResamplingSettings
+from kvpress_prob.hf.cache import RaggedLayer
+from kvpress_prob.hf.decoding_budget import DecodingBudget, Resampler, ResamplingSettings
+from kvpress_prob.hf.supported import check_cache
 from kvpress_prob.ragged import RaggedKV
 from kvpress_prob.ragged.store import INITIAL_ROOM
 

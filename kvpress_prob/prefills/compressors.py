@@ -32,8 +32,7 @@ from kvpress import (
 from torch import Tensor, nn
 from transformers import DynamicCache, Gemma3ForConditionalGeneration, PreTrainedModel
 
-from kvpress_prob.hf import LayerPrefill, cache_bytes, evict_hidden
-from kvpress_prob.hf.prefill import decoder_of
+from kvpress_prob.hf import LayerPrefill, cache_bytes, decoder_of, evict_hidden
 from kvpress_prob.prefills.shared_prefill import Compressed, Costs, MaskedIndices, SharedPrefill, copied
 from kvpress_prob.presses import (
     AttentionPress,
@@ -144,7 +143,7 @@ class _Probabilistic:
         if key not in self.shared.gathered:
             self.press.compression_ratio = ratio
             compression = Compression(self.press)
-            with costs.clock("spent_ms", self.shared.device), _rotary_embeddings(self.shared.prefill.model):
+            with costs.clock("spent_ms", self.shared.device), self.shared.rotary():
                 for layer in self.shared.layers:
                     compression.layer(layer)
                 compression.complete(self.shared.prefill)
@@ -194,7 +193,7 @@ class _Hooks:
         self.costs = costs = Costs()
         with (
             costs.clock("compress_ms", self.shared.device),
-            _rotary_embeddings(self.shared.prefill.model),
+            self.shared.rotary(),
             _random_state(seed),
         ):
             for layer in self.shared.layers:
@@ -240,7 +239,7 @@ class _KVzip:
         press.compress_post = self._keep_scores  # pyright: ignore[reportAttributeAccessIssue]
         with (
             costs.clock("spent_ms", self.shared.device),
-            _rotary_embeddings(prefill.model),
+            self.shared.rotary(),
             press(prefill.model),
         ):
             # What its wrapper around the model's forward notes during a prefill.
@@ -312,21 +311,6 @@ def _take_masked(layers: list[LayerPrefill]) -> MaskedIndices:
             masked[module] = indices
         module.masked_key_indices = None
     return masked
-
-
-@contextmanager
-def _rotary_embeddings(model: PreTrainedModel) -> Iterator[None]:
-    """Put the rotary embedding where kvpress' scorers look for it, and take it away again."""
-    decoder = decoder_of(model)
-    modules = [layer.self_attn for layer in decoder.layers] if hasattr(decoder, "rotary_emb") else []
-    missing = [module for module in modules if not hasattr(module, "rotary_emb")]
-    for module in missing:
-        module.rotary_emb = decoder.rotary_emb
-    try:
-        yield
-    finally:
-        for module in missing:
-            del module.rotary_emb
 
 
 @contextmanager

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from kvpress_prob.hf import LayerPrefill, Prefill, cache_bytes, watch_prefills
+from kvpress_prob.hf import LayerPrefill, Prefill, cache_bytes, decoder_of, watch_prefills
+from kvpress_prob.hf.rotary import reachable_rotary
 from kvpress_prob.presses.compression import Compression
 
 MaskedIndices = dict[nn.Module, tuple[Tensor, Tensor, Tensor]]
@@ -120,6 +121,12 @@ class SharedPrefill:
     @property
     def device(self) -> torch.device:
         return self.prefill.valid.device
+
+    @contextmanager
+    def rotary(self) -> Iterator[None]:
+        """Rotary embeddings as they were during the prefill, where kvpress' scorers look for them."""
+        with reachable_rotary(decoder_of(self.prefill.model)), self.prefill.rotary.held():
+            yield
 
     def copy_cache(self) -> DynamicCache:
         """A cache of its own layer objects over the same dense tensors."""

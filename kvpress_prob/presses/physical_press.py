@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import Cache, Gemma3ForConditionalGeneration, PreTrainedModel
 
 from kvpress_prob.hf import cache_bytes, enclosed_prefills, evict_hidden, full_attention_layers, take_hidden
-from kvpress_prob.hf.prefill import configured_attention, decoder_of
+from kvpress_prob.hf.observing import configured_attention
+from kvpress_prob.hf.supported import decoder_of
 from kvpress_prob.presses.probabilistic_press import ProbabilisticPress
 from kvpress_prob.presses.report import CompressionReport
 

@@ -18,9 +18,9 @@ A ``Surrogate`` has no rows: it predicts what rows would say of an entry from th
 
 from kvpress_prob.sources.expected import ExpectedQueries
 from kvpress_prob.sources.lookahead import Lookahead
-from kvpress_prob.sources.prefill import PrefillRows
+from kvpress_prob.sources.prefill_rows import PrefillRows
+from kvpress_prob.sources.query_rows import LayerSource, PassSource, QueryRows
 from kvpress_prob.sources.reconstruction import Reconstruction, kvzip_prompt
-from kvpress_prob.sources.rows import LayerSource, PassSource, QueryRows
 from kvpress_prob.sources.surrogate import (
     Surrogate,
     SurrogateHeader,

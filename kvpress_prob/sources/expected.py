@@ -9,7 +9,6 @@ proportion to
 which is one row with a bias per entry (Expected Attention, https://arxiv.org/abs/2510.00636).
 """
 
-import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,8 @@ import torch
 from torch import Tensor
 
 from kvpress_prob.hf import LayerPrefill
-from kvpress_prob.sources.rows import QueryRows
+from kvpress_prob.hf.rotary import RotaryState, rotate
+from kvpress_prob.sources.query_rows import QueryRows
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,8 @@ class ExpectedQueries:
             return x
         module: Any = layer.module
         positions = torch.arange(t, t + self.n_future_positions, device=x.device).unsqueeze(0)
-        cos, sin = module.rotary_emb(x, positions)
+        with RotaryState.of(module.rotary_emb).held():
+            cos, sin = module.rotary_emb(x, positions)
         return _rotate(layer, x, cos.mean(1, keepdim=True), sin.mean(1, keepdim=True))
 
 
@@ -98,8 +99,7 @@ def _rotated_back(layer: LayerPrefill, query: Tensor, rows: Tensor) -> Tensor:
 
 
 def _rotate(layer: LayerPrefill, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    rotate = sys.modules[type(layer.module).__module__].apply_rotary_pos_emb
-    return rotate(x, x, cos.to(x.dtype), sin.to(x.dtype))[0]
+    return rotate(layer.module, x, cos.to(x.dtype), sin.to(x.dtype))
 
 
 def _rotates(layer: LayerPrefill) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpress_prob.hf import AttentionInputs, Prefill, repeated, scratch_copy, second_pass
-from kvpress_prob.sources.rows import QueryRows, Visit
+from kvpress_prob.sources.query_rows import QueryRows, Visit
 
 
 @dataclass(frozen=True)

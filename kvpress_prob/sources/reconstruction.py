@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvpress_prob.hf import AttentionInputs, Prefill, second_pass
 from kvpress_prob.maths.sampling import systematic_sample
-from kvpress_prob.sources.rows import QueryRows, Visit
+from kvpress_prob.sources.query_rows import QueryRows, Visit
 
 STRETCH = 64
 """Tokens that are repeated or left out together when ``fraction`` is below 1."""

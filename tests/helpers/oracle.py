@@ -14,9 +14,8 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from kvpress_prob.hf import RaggedLayer
+from kvpress_prob.hf import RaggedLayer, decoder_of
 from kvpress_prob.hf.attention import SUPPORTED_ATTENTION
-from kvpress_prob.hf.prefill import decoder_of
 
 _BIASES: dict[int, Tensor] = {}
 

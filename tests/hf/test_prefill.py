@@ -16,7 +16,7 @@ from transformers.cache_utils import QuantizedLayer
 
 from kvpress_prob import H2OPress, ProbabilisticPress
 from kvpress_prob.hf import RaggedLayer, watch_prefills
-from kvpress_prob.hf.prefill import _eager_attention
+from kvpress_prob.hf.observing import _eager_attention
 from kvpress_prob.ragged import RaggedKV
 from tests.helpers.compare import assert_equals_oracle, compress, dense, press_of
 from tests.helpers.models import tiny_gemma3, tiny_llama, tiny_mistral, tokens

@@ -8,7 +8,6 @@ from transformers import DynamicCache
 
 from kvpress_prob import DecodingBudget, load_compressed, save_compressed
 from kvpress_prob.hf import RaggedLayer, ResamplingSettings, cache_bytes
-from kvpress_prob.hf.attention import decode
 from kvpress_prob.ragged import RaggedKV
 from tests.helpers.compare import compress, greedy, press_of
 from tests.helpers.models import ARCHITECTURES, tiny_gemma3, tiny_llama, tokens, words
@@ -64,7 +63,7 @@ def test_the_weighted_mass_is_the_dense_mass_on_average(sampler, correction):
         for begin in range(30, 230, 10):
             new = slice(begin, begin + 10)
             layer.update(keys[:, :, new], values[:, :, new])
-            decode(layer, queries[:, :, new], None, 0.35, None)
+            layer.attend(queries[:, :, new], None, 0.35, None)
         assert stored(layer) <= 40
         assert layer.resampler.rounds[0] >= 6
         for head in range(heads):
@@ -89,7 +88,7 @@ def test_a_larger_budget_is_closer():
         for begin in range(10, 600, 10):
             new = slice(begin, begin + 10)
             layer.update(keys[:, :, new], values[:, :, new])
-            output = decode(layer, queries[:, :, new], None, 0.25, None)
+            output = layer.attend(queries[:, :, new], None, 0.25, None)
         errors.append(float((output[0, :, -1] - full).norm(dim=-1).mean() / full.norm()))
     assert errors == sorted(errors, reverse=True), errors
     assert errors[-1] < 0.4 * errors[0], errors
@@ -109,7 +108,8 @@ def test_nothing_is_evicted_below_the_budget(model):
 def test_a_round_that_keeps_everything_changes_nothing(name, attn, monkeypatch):
     """All of a round but its draw: alignment, packing, weights, masks, positions."""
     monkeypatch.setattr(
-        "kvpress_prob.hf.resampling.resample", lambda log_w, weights, take_all, **_: (take_all | (weights > 0), log_w)
+        "kvpress_prob.hf.decoding_budget.resample",
+        lambda log_w, weights, take_all, **_: (take_all | (weights > 0), log_w),
     )
     model = ARCHITECTURES[name].build(attn)
     bounded = compress(model, tokens(30), press_of(0.5, decoding=SMALL))

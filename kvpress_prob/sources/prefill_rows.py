@@ -7,7 +7,7 @@ import torch
 from kvpress_prob.hf import LayerPrefill
 from kvpress_prob.maths.proposals import PRIORS, Prior, row_prior
 from kvpress_prob.maths.rows import sample_rows
-from kvpress_prob.sources.rows import QueryRows
+from kvpress_prob.sources.query_rows import QueryRows
 
 
 @dataclass(frozen=True)

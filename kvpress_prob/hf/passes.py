@@ -2,7 +2,8 @@
 hands.
 
 The pass runs on a scratch cache whose layers start from the prefill's tensors. ``DynamicLayer`` grows by making new
-tensors, so the prefill's cache is the same, to the bit and to the storage, before, during and after the pass.
+tensors, so the prefill's cache is the same, to the bit and to the storage, before, during and after the pass. Rotary
+frequencies are those of the context's keys, however far the pass reaches.
 """
 
 import copy
@@ -15,7 +16,9 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from kvpress_prob.hf.prefill import AttentionInputs, Prefill, attention_observer, decoder_of
+from kvpress_prob.hf.observing import AttentionInputs, observed_here
+from kvpress_prob.hf.prefill import Prefill
+from kvpress_prob.hf.supported import decoder_of
 
 Attend = Callable[[int, AttentionInputs, Tensor, Tensor], Tensor]
 """(layer index, attention inputs, keys [b hkv s d], values [b hkv s dv]) -> attention output [b hq n dv]."""
@@ -38,7 +41,7 @@ def second_pass(prefill: Prefill, input_ids: Tensor, attend: Attend) -> None:
     mask = None if valid.all() else torch.cat((valid, valid.new_ones(b, n)), 1)
     positions = prefill.next_position.unsqueeze(-1) + torch.arange(n, device=input_ids.device)
     modules = [layer.self_attn for layer in decoder.layers]
-    with torch.no_grad(), attention_observer(modules, _Pass(attend)):
+    with torch.no_grad(), observed_here(modules, _Pass(attend)), prefill.rotary.held():
         decoder(
             input_ids=input_ids,
             attention_mask=mask,

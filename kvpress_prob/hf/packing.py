@@ -1,0 +1,57 @@
+"""From a dense cache to a compressed one, and how many bytes either holds."""
+
+from typing import cast
+
+from torch import Tensor
+from transformers import Cache
+
+from kvpress_prob.hf.cache import RaggedLayer
+from kvpress_prob.hf.decoding_budget import ResamplingSettings
+from kvpress_prob.ragged import RaggedKV
+
+
+def compress_layer(
+    cache: Cache,
+    layer_idx: int,
+    kept: Tensor,
+    log_w: Tensor,
+    padding: list[int],
+    resampling: ResamplingSettings | None = None,
+) -> None:
+    """Replace a dense layer by its kept entries; the dense tensors are released before the next layer is packed.
+
+    Parameters
+    ----------
+    cache : Cache
+        Changed in place.
+    layer_idx : int
+    kept : Bool[Tensor, "b hkv t"]
+    log_w : Float[Tensor, "b hkv t"]
+    padding : list of int
+        Left padding of each batch row.
+    resampling : ResamplingSettings, optional
+        Budget for decoding.
+    """
+    dense = cache.layers[layer_idx]
+    keys, values = cast(Tensor, dense.keys), cast(Tensor, dense.values)
+    store = RaggedKV.pack(keys, values, kept, log_w)
+    cache.layers[layer_idx] = RaggedLayer(store, keys.shape[2], padding, resampling)
+    dense.keys = dense.values = None
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes that the cache's tensors hold, measured on their storages; a storage that several tensors share counts
+    once."""
+    storages: dict[int, int] = {}
+    for layer in cache.layers:
+        if isinstance(layer, RaggedLayer):
+            store = layer.store
+            tensors = [store.keys, store.values, store.log_w, store.start, store.length]
+            if layer.resampler is not None and layer.resampler.queries is not None:
+                tensors.append(layer.resampler.queries)
+        else:
+            tensors = [value for value in vars(layer).values() if isinstance(value, Tensor)]
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())

@@ -1,0 +1,236 @@
+"""Watching a model's prefills: what every layer's attention got, and when the last layer is done.
+
+Inside ``with watch_prefills(model, start)``, each forward pass that begins on an empty cache is a prefill. Its layers
+are shown to the object that ``start()`` returned, one call after each full-attention layer, then one call at the end,
+when the cache is dense and complete. On exit the model is as it was.
+"""
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+from kvpress_prob.hf.attention import SUPPORTED_ATTENTION
+from kvpress_prob.hf.observing import AttentionInputs, configured_attention, observed
+from kvpress_prob.hf.prefill import LayerPrefill, Prefill, PrefillWatcher
+from kvpress_prob.hf.rotary import RotaryState, reachable_rotary
+from kvpress_prob.hf.supported import check_cache, decoder_of
+from kvpress_prob.hf.validity import token_validity
+
+_LOCK = threading.Lock()
+_OPEN: WeakSet[nn.Module] = WeakSet()
+"""Attention modules of the models inside a block."""
+
+
+@contextmanager
+def watch_prefills(model: PreTrainedModel, start: Callable[[], PrefillWatcher]) -> Iterator[None]:
+    """Show every prefill inside the block, of whatever thread, to a new ``start()``.
+
+    Raises
+    ------
+    TypeError
+        For a model that cannot be compressed, at once; for a cache that cannot be, before the model runs.
+    ValueError
+        If the model attends with something else than sdpa or eager, or is being watched already.
+    """
+    decoder = decoder_of(model)
+    modules = [layer.self_attn for layer in decoder.layers]
+    session = _Session(model, decoder, start)
+    with _LOCK:
+        if any(module in _OPEN for module in modules):
+            raise ValueError("model is already inside a `with press(model)` block of a probabilistic press")
+        base = configured_attention(modules[0])
+        if base not in SUPPORTED_ATTENTION:
+            raise ValueError(f"model must have attn_implementation in {SUPPORTED_ATTENTION}, got {base!r}")
+        _OPEN.update(modules)
+    try:
+        session.enter(modules)
+        yield
+    finally:
+        with _LOCK:
+            _OPEN.difference_update(modules)
+        session.close()
+
+
+@dataclass
+class _Running:
+    """A prefill between its first and its last layer."""
+
+    watcher: PrefillWatcher
+    valid: Tensor
+    next_position: Tensor
+    input_ids: Tensor | None
+    cache: Cache | None = None
+    layers: list[int] = field(default_factory=list)
+    attended: "_Attended | None" = None
+
+
+@dataclass(frozen=True)
+class _Attended:
+    """What the attention function got, between its call and its module's forward hook."""
+
+    module: nn.Module
+    mask: Tensor | None
+    inputs: AttentionInputs | None  # None for a sliding-window layer
+
+
+class _Session:
+    """The hooks of one ``watch_prefills`` block. Each thread has its own running prefill, most threads none.
+
+    A prefill that another thread has begun before the block ends is still compressed: hooks and names go when the last
+    one is done.
+    """
+
+    def __init__(self, model: PreTrainedModel, decoder: nn.Module, start: Callable[[], PrefillWatcher]) -> None:
+        self.model = model
+        self.decoder = decoder
+        self.start = start
+        self.signature = inspect.signature(decoder.forward)
+        self.running: dict[threading.Thread, _Running] = {}
+        self.open = True
+        self.on_model = ExitStack()
+
+    def enter(self, modules: list[Any]) -> None:
+        """Put hooks and names on the model."""
+        decoder, on_model = self.decoder, self.on_model
+        on_model.enter_context(RotaryState.of(decoder).kept())
+        on_model.enter_context(reachable_rotary(decoder))
+        for module in modules:
+            on_model.callback(module.register_forward_hook(self.after_attention, with_kwargs=True).remove)
+        on_model.callback(decoder.register_forward_pre_hook(self.before_model, with_kwargs=True).remove)
+        after = decoder.register_forward_hook(self.after_model, with_kwargs=True, always_call=True)
+        on_model.callback(after.remove)
+        on_model.enter_context(observed(modules, self))
+
+    def close(self) -> None:
+        """Let no further prefill begin. One of this thread is over, as is one of a thread that has ended."""
+        with _LOCK:
+            self.open = False
+            here = threading.current_thread()
+            self.running = {it: run for it, run in self.running.items() if it is not here and it.is_alive()}
+        self._leave()
+
+    def _leave(self) -> None:
+        """Take everything off the model once the block has ended and no prefill is running."""
+        with _LOCK:
+            if self.open or self.running:
+                return
+            on_model = self.on_model.pop_all()
+        on_model.close()
+
+    def before_model(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Decide whether this pass is a prefill; refuse what cannot be compressed before anything has run."""
+        here = threading.current_thread()
+        self.running.pop(here, None)
+        if not self.open:
+            return self._leave()
+        given = self.signature.bind_partial(*args, **kwargs).arguments
+        given = {**given.pop("kwargs", {}), **given}
+        cache, ids, embeds = (given.get(name) for name in ("past_key_values", "input_ids", "inputs_embeds"))
+        check_cache(cache)
+        use_cache = given.get("use_cache")
+        if cache is None and not (self.model.config.get_text_config().use_cache if use_cache is None else use_cache):
+            raise ValueError("use_cache must be True inside `with press(model)`: without a cache nothing is compressed")
+        inputs = embeds if ids is None else ids
+        if inputs is None or (cache is not None and cache.get_seq_length() > 0):
+            return
+        valid = token_validity(given.get("attention_mask"), inputs)
+        positions = given.get("position_ids")
+        last = inputs.shape[1] - 1 if positions is None else positions[..., -1]
+        next_position = torch.as_tensor(last, device=inputs.device).expand(inputs.shape[0]) + 1
+        running = _Running(self.start(), valid, next_position, ids)
+        with _LOCK:
+            if self.open:
+                self.running[here] = running
+
+    def attend(
+        self, module: nn.Module, inputs: AttentionInputs | None, key: Tensor, value: Tensor, mask: Tensor | None
+    ) -> None:
+        """Note what the attention function got, and let it attend."""
+        running = self.running.get(threading.current_thread())
+        if running is not None:
+            running.attended = _Attended(module, mask, inputs)
+
+    def after_attention(self, module: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
+        """Show a full-attention layer of a prefill to the watcher."""
+        running = self.running.get(threading.current_thread())
+        if running is None:
+            return
+        name = type(module).__name__
+        attended, running.attended = running.attended, None
+        if attended is None or attended.module is not module:
+            raise TypeError(f"{name} does not use transformers' attention interface")
+        for keyword in ("past_key_values", "attention_mask"):
+            if keyword not in kwargs:
+                raise TypeError(f"{name} must be called with the keyword {keyword}, got {sorted(kwargs)}")
+        if attended.mask is not kwargs["attention_mask"]:
+            raise TypeError(f"{name} changes its attention mask: it cannot decode over a compressed cache")
+        running.cache = kwargs["past_key_values"]
+        if running.cache is None:
+            raise ValueError("use_cache must be True inside `with press(model)`: without a cache nothing is compressed")
+        if attended.inputs is None:
+            return
+        index = cast(int, module.layer_idx)
+        keys, values = running.cache.layers[index].keys, running.cache.layers[index].values
+        running.layers.append(index)
+        self._check_dense(running)
+        layer = LayerPrefill(
+            module,
+            kwargs["hidden_states"] if "hidden_states" in kwargs else args[0],
+            cast(Tensor, keys),
+            cast(Tensor, values),
+            output[1],
+            {
+                **kwargs,
+                "attention_inputs": attended.inputs,
+                **({} if running.valid.all() else {"valid": running.valid.to(cast(Tensor, keys).device)}),
+            },
+        )
+        # kvpress' scorers may ask for positions to come, on an embedding that keeps what it has seen.
+        with torch.no_grad(), RotaryState.of(self.decoder).held():
+            running.watcher.layer(layer)
+
+    def after_model(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
+        """Hand the finished prefill to the watcher; ``output`` is None when the forward pass has failed."""
+        running = self.running.get(threading.current_thread())
+        try:
+            if running is not None and running.cache is not None and output is not None:
+                self._end(running, running.cache, output)
+        finally:
+            self.running.pop(threading.current_thread(), None)
+            if output is not None:  # torch does not let a failed module's hooks be removed from one of them
+                self._leave()
+
+    def _end(self, running: _Running, cache: Cache, output: Any) -> None:
+        self._check_dense(running)
+        rotary = RotaryState.of(self.decoder)
+        prefill = Prefill(
+            self.model,
+            cache,
+            running.layers,
+            running.valid,
+            running.next_position,
+            running.input_ids,
+            output.last_hidden_state[:, -1],
+            rotary,
+        )
+        with torch.no_grad(), rotary.kept():
+            running.watcher.end(prefill)
+
+    def _check_dense(self, running: _Running) -> None:
+        """Refuse layers that another press inside the same block has pruned."""
+        tokens = running.valid.shape[1]
+        for index in running.layers:
+            length = cast(Tensor, cast(Cache, running.cache).layers[index].keys).shape[2]
+            if length != tokens:
+                raise ValueError(
+                    f"layer {index} must hold all {tokens} tokens of the prefill, got {length}: "
+                    "another press has compressed it"
+                )
