@@ -22,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from kvpress_prob import PHYSICAL_PRESSES, PRESSES, __version__
 from kvpress_prob.commands.certify import certify
+from kvpress_prob.commands.diagnose import diagnose
 from kvpress_prob.models.loading import Dtype
 from kvpress_prob.sweeps.configuration import SweepConfig
 from kvpress_prob.sweeps.sweep import run_sweep
@@ -240,6 +241,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "sweep": sweep,
     "report": write_report,
     "certify": certify,
+    "diagnose": diagnose,
     "eval": evaluate,
     "list": list_names,
 }

@@ -251,9 +251,9 @@ def free_weight_error(rows: AttentionRows, s: int, polish: int = 32) -> Float[Te
 
 
 def weighted_error(
-    rows: AttentionRows, probability: Float[Tensor, "r n"], kept: Bool[Tensor, "r n"]
-) -> Float[Tensor, " r"]:
+    rows: AttentionRows, probability: Float[Tensor, "r n"], kept: Bool[Tensor, "*draws r n"]
+) -> Float[Tensor, "*draws r"]:
     """Error of the self-normalised estimator whose kept keys count ``1 / P(kept)`` times: weights are not forced."""
     weights = torch.where(kept, rows.masses / probability, 0)
-    size = (weights.unsqueeze(1) @ rows.points).squeeze(1).norm(dim=-1)
+    size = torch.einsum("...rn,rnd->...rd", weights, rows.points).norm(dim=-1)
     return _error(size, weights.sum(-1), rows.rounding)
