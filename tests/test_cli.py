@@ -61,6 +61,23 @@ def test_demo(files, tmp_path, capsys):
     assert (tmp_path / "out" / "kept.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_diagnose(files, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(TEXT)
+    output = tmp_path / "out"
+    command = ["diagnose", "--model", str(files / "model"), "--text", str(tmp_path / "text.txt"), "--tokens", "80",
+               "--rows", "2", "--budgets", "[4]", "--draws", "2", "--output", str(output)]  # fmt: skip
+    assert cli.main(command) == 0
+    printed = capsys.readouterr().out
+    assert {"closable", "spearman", "auc", "weighted_deviation"} <= set(printed.split())
+    assert sorted(file.name for file in output.iterdir()) == [
+        "cells.csv", "heads.png", "rows.csv", "settings.json", "summary.csv"
+    ]  # fmt: skip
+    assert json.loads((output / "settings.json").read_text())["tokens"] == 80
+    assert pd.read_csv(output / "cells.csv")["s"].unique().tolist() == [4]
+    assert cli.main([*command[:6], "900"]) == 2
+    assert "text must have at least 900 tokens, got" in capsys.readouterr().err
+
+
 def test_list(capsys):
     assert cli.main(["list"]) == 0
     words = capsys.readouterr().out.split()
