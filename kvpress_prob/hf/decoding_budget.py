@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import cast
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from kvpress_prob.maths.draw import Sampler
 from kvpress_prob.maths.importance import Correction
 from kvpress_prob.maths.proposals import check_finite, log_normalise, log_proposal, min_variance_proposal
+from kvpress_prob.maths.random import streams
 from kvpress_prob.maths.resampling import resample
 from kvpress_prob.ops import attention_mass
 from kvpress_prob.ragged import RaggedKV
@@ -166,14 +166,12 @@ class Resampler:
                 sampler=settings.sampler,
                 correction=settings.correction,
                 temperature=settings.temperature,
-                generator=self._generator(self.rounds[row]),
+                stream=streams(
+                    settings.seed, settings.layer, torch.arange(heads, device=valid.device), self.rounds[row] + 1
+                ),
             )
             self.rounds[row] += 1
         keys, values, kept, log_w = (it.unflatten(0, (store.batch, heads)) for it in (keys, values, kept, log_w))
         sampled = RaggedKV.pack(keys, values, kept, log_w, room=settings.budget.interval)
         self.count(sampled, n)
         return sampled
-
-    def _generator(self, round_: int) -> torch.Generator:
-        stream = np.random.SeedSequence([self.settings.seed % 2**64, self.settings.layer, round_])
-        return torch.Generator().manual_seed(int(stream.generate_state(1, np.uint64)[0] >> 1))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from kvpress_prob.maths import budget, importance, sampling
@@ -105,7 +105,7 @@ def draw(
     sampler: Sampler,
     correction: Correction,
     temperature: float,
-    generator: torch.Generator,
+    stream: Int64[Tensor, " h"],
     combine: Combine = "union",
     max_weight: float = math.inf,
     calibrated: bool = False,
@@ -125,8 +125,9 @@ def draw(
         See ``sampling`` and ``importance``. ``counts`` needs the multinomial sampler. ``top_k`` keeps each group's
         largest amounts, draws nothing and takes no correction; several proposals must be combined by ``sum`` or ``max``
         for it.
-    generator : torch.Generator
-        CPU generator; consumed alike on every device.
+    stream : Int64[Tensor, "h"]
+        One stream of random numbers a head (``random.streams``): a head's draw follows from its budget and its stream
+        alone, whatever other heads or batch rows are drawn beside it.
     combine : "union", "sum" or "max"
         How several proposals share the budget.
     max_weight : float
@@ -155,13 +156,12 @@ def draw(
     if sampler == "multinomial":
         of_head = drawable.any(-1).double().log() if uniform else mixed[0].logsumexp(-1)
         share = (of_head - budget.group_max(of_head, group, groups)[group]).exp()
-        counts, draws, whole = _multinomial(pi, share, drawable, group, budgets, at_least, generator)
+        counts, draws, whole = _multinomial(pi, share, drawable, group, budgets, at_least, stream)
         probability = torch.where(whole, 1, budget.keep_probability(pi, draws.double()))
         sampled = counts > 0
     elif sampler == "systematic":
         probability = _inclusion(shares, mixed, group, budgets, at_least)
-        offset = sampling.offsets(len(group), generator).to(pi.device)
-        sampled = sampling.systematic_sample(probability, offset)
+        sampled = sampling.systematic_sample(probability, sampling.offsets(stream))
     elif len(mixed) == 1:
         sampled = _largest(mixed[0], group, budgets, at_least)
         probability = sampled.double()
@@ -229,13 +229,13 @@ def _multinomial(
     group: Tensor,
     budgets: Tensor,
     at_least: Tensor,
-    generator: torch.Generator,
+    stream: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Counts [h t], draws [h], and which entries [h t] are kept for certain because the budget covers a group's
     support."""
     draws = budget.solve_draws(pi, share / share.mean(), group, budgets)
     draws = torch.where(support.any(-1) & ((budgets > 0)[group] | (at_least > 0)), draws, 0)
-    counts = sampling.multinomial_counts(pi, draws, generator)
+    counts = sampling.multinomial_counts(pi, draws, stream)
     entries = budget.group_sum(support.sum(-1).double(), group, len(budgets))
     whole = (budgets >= entries)[group].unsqueeze(-1) & support
     return torch.where(whole, counts.clamp(min=1), counts), draws, whole

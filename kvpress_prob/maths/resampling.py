@@ -19,7 +19,7 @@ attention.
 """
 
 import torch
-from jaxtyping import Bool, Float, Float32
+from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
 from kvpress_prob.maths.draw import Proposal, Sampler, draw
@@ -35,7 +35,7 @@ def resample(
     sampler: Sampler,
     correction: Correction,
     temperature: float,
-    generator: torch.Generator,
+    stream: Int64[Tensor, " h"],
 ) -> tuple[Bool[Tensor, "h t"], Float32[Tensor, "h t"]]:
     """One round for all heads of a layer.
 
@@ -49,7 +49,7 @@ def resample(
         Entries that are kept with their weight. They count towards the budget.
     keep : float
         Mean number of entries to keep per head; the heads share them. A smaller support is kept whole.
-    sampler, correction, temperature, generator
+    sampler, correction, temperature, stream
         As in ``draw``.
 
     Returns
@@ -67,6 +67,6 @@ def resample(
         sampler=sampler,
         correction=correction,
         temperature=temperature,
-        generator=generator,
+        stream=stream,
     )
     return result.kept, torch.where(result.kept, log_w + result.log_w, 0)

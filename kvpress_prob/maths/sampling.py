@@ -15,15 +15,18 @@ always kept.
 from collections.abc import Callable
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
-Binomial = Callable[[Tensor, Tensor], Tensor]
-"""Maps (counts, probabilities), both float64, to binomial variates of the same shape."""
+from kvpress_prob.maths.binomial import binomial
+from kvpress_prob.maths.random import fork, uniforms_of
+
+Binomial = Callable[[int, Tensor, Tensor], Tensor]
+"""Maps (level, counts, probabilities), the tensors [h nodes] and float64, to binomial variates of the same shape."""
 
 
 def multinomial_counts(
-    pi: Float[Tensor, "h t"], draws: Int[Tensor, " h"], generator: torch.Generator
+    pi: Float[Tensor, "h t"], draws: Int[Tensor, " h"], stream: Int64[Tensor, " h"]
 ) -> Int[Tensor, "h t"]:
     """Counts ``c ~ Multinomial(m, pi)`` of each head.
 
@@ -32,21 +35,22 @@ def multinomial_counts(
     pi : Float[Tensor, "h t"]
         Proposals; a row sums to 1, or to 0 (then its counts are 0). Computed in float64.
     draws : Int[Tensor, "h"]
-        ``m`` of each head, up to 1e12.
-    generator : torch.Generator
-        CPU generator. The draw happens on the CPU, so a seed gives the same counts on every device.
+        ``m`` of each head, up to 1e15.
+    stream : Int64[Tensor, "h"]
+        One stream of random numbers a head (``random.streams``).
 
     Returns
     -------
     Int[Tensor, "h t"]
-        int64 on the device of ``pi``. Zero where ``pi`` is zero.
+        Zero where ``pi`` is zero.
     """
 
-    def binomial(count: Tensor, probability: Tensor) -> Tensor:
-        return torch.binomial(count, probability, generator=generator)
+    node = torch.arange(pi.shape[1], device=pi.device)
 
-    counts = split_counts(pi.double().cpu(), draws.cpu(), binomial)
-    return counts.to(pi.device)
+    def draw(level: int, counts: Tensor, probability: Tensor) -> Tensor:
+        return binomial(counts, probability, fork(stream.unsqueeze(-1), level, node[: counts.shape[1]]))
+
+    return split_counts(pi.double(), draws, draw)
 
 
 def split_counts(pi: Float[Tensor, "h t"], draws: Int[Tensor, " h"], binomial: Binomial) -> Int[Tensor, "h t"]:
@@ -59,7 +63,7 @@ def split_counts(pi: Float[Tensor, "h t"], draws: Int[Tensor, " h"], binomial: B
     draws : Int[Tensor, "h"]
         Total count of each head.
     binomial : callable
-        ``binomial(count, probability)`` gives how many of ``count`` go to the left child.
+        ``binomial(level, count, probability)`` gives how many of ``count`` go to the left child; the root is level 0.
     """
     t = pi.shape[1]
     depth = max(t - 1, 0).bit_length()
@@ -67,13 +71,13 @@ def split_counts(pi: Float[Tensor, "h t"], draws: Int[Tensor, " h"], binomial: B
     for _ in range(depth):
         levels.append(levels[-1].unflatten(-1, (-1, 2)).sum(-1))
     counts = torch.where(levels[-1].squeeze(-1) > 0, draws, 0).double().unsqueeze(-1)
-    for level in reversed(levels[:-1]):
+    for number, level in enumerate(reversed(levels[:-1])):
         left, right = level.unflatten(-1, (-1, 2)).unbind(-1)
         both = left + right
         # A node without weight has count 0. Comparing with zero keeps an empty child empty whatever the rounding of
         # left / both.
         probability = torch.where(both > 0, left / torch.where(both > 0, both, 1), 0).clamp(0, 1)
-        to_left = torch.where(right > 0, binomial(counts, probability), counts)
+        to_left = torch.where(right > 0, binomial(number, counts, probability), counts)
         to_left = torch.where(left > 0, to_left, 0)
         counts = torch.stack((to_left, counts - to_left), -1).flatten(-2)
     return counts[:, :t].long()
@@ -101,6 +105,6 @@ def systematic_sample(q: Float[Tensor, "h t"], offset: Float[Tensor, " h"]) -> B
     return take_all | (crossed > before)
 
 
-def offsets(heads: int, generator: torch.Generator) -> Float[Tensor, " h"]:
-    """One uniform per head from a CPU generator, float64."""
-    return torch.rand(heads, dtype=torch.float64, generator=generator)
+def offsets(stream: Int64[Tensor, " h"]) -> Float[Tensor, " h"]:
+    """One uniform per head, float64."""
+    return uniforms_of(fork(stream, 0))

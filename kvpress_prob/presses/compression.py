@@ -16,6 +16,7 @@ from torch import Tensor
 from kvpress_prob.hf import LayerPrefill, Prefill, ResamplingSettings, cache_bytes, compress_layer
 from kvpress_prob.maths.draw import Draw, Proposal, draw, groups_of
 from kvpress_prob.maths.importance import effective_sample_size
+from kvpress_prob.maths.random import streams
 from kvpress_prob.presses.attention_press import AttentionPress
 from kvpress_prob.presses.budget_check import budget_figures, budget_warning
 from kvpress_prob.presses.component import Component, shares_of
@@ -102,8 +103,7 @@ class Compression:
         seed : int or None
             None takes a fresh seed from the operating system.
         """
-        generator = torch.Generator()
-        seed = generator.seed() if seed is None else seed
+        seed = torch.Generator().seed() if seed is None else seed
         lengths = prefill.valid.sum(-1).tolist()
         before = cache_bytes(prefill.cache)
         if compression_ratio and not prefill.layers:
@@ -116,9 +116,8 @@ class Compression:
         else:
             rows, figures = [], []
             for row, length in enumerate(lengths):
-                # Every batch row starts from the same seed, so it is drawn as it would be alone.
-                generator.manual_seed(seed)
-                drawn, counted = self._draw_row(row, length, compression_ratio, generator)
+                # The streams know nothing of batch rows, so a row is drawn as it would be alone.
+                drawn, counted = self._draw_row(row, length, compression_ratio, seed)
                 rows.append(drawn)
                 figures.append(counted)
             self._warn(figures, lengths, compression_ratio)
@@ -145,19 +144,17 @@ class Compression:
 
     def _warn(self, figures: list[Tensor], lengths: list[int], compression_ratio: float) -> None:
         """One warning when what was asked for cannot be had."""
-        groups = groups_of(self.press.allocation, self._layer_of_head(torch.device("cpu")))
+        groups = groups_of(self.press.allocation, self._layer_of_head())
         for counted, length in zip(torch.stack(figures).cpu(), lengths, strict=True):
             message = budget_warning(counted, groups, length, compression_ratio)
             if message:
                 warnings.warn(message, stacklevel=2)
                 return
 
-    def _layer_of_head(self, device: torch.device) -> Tensor:
-        return torch.arange(len(self.take_all), device=device).repeat_interleave(self.take_all[0].shape[1])
+    def _layer_of_head(self) -> Tensor:
+        return torch.arange(len(self.take_all)).repeat_interleave(self.take_all[0].shape[1])
 
-    def _draw_row(
-        self, row: int, length: int, compression_ratio: float, generator: torch.Generator
-    ) -> tuple[Draw, Tensor]:
+    def _draw_row(self, row: int, length: int, compression_ratio: float, seed: int) -> tuple[Draw, Tensor]:
         """The draw of one batch row, without its padding, and its ``budget_figures``."""
         press = self.press
         device = self.take_all[0].device
@@ -171,15 +168,18 @@ class Compression:
             for component, log_a, share in zip(self.components, self.log_weights, shares, strict=True)
         ]
         take_all = heads(self.take_all)
+        layers, kv_heads = len(self.take_all), self.take_all[0].shape[1]
+        layer = torch.arange(layers, device=device).unsqueeze(-1).expand(-1, kv_heads).flatten()
+        head = torch.arange(kv_heads, device=device).repeat(layers)
         drawn = draw(
             proposals,
             take_all,
-            groups_of(press.allocation, self._layer_of_head(device)),
+            groups_of(press.allocation, layer),
             keep_fraction=1 - compression_ratio,
             sampler=press.sampler,
             correction=press.correction,
             temperature=press.temperature,
-            generator=generator,
+            stream=streams(seed, layer, head, 0),
             combine=press.combine,
             max_weight=press.max_weight,
             calibrated=press.calibrate,

@@ -7,6 +7,7 @@ from torch import nn
 
 from kvpress_prob import DecodingBudget
 from kvpress_prob.maths.draw import SAMPLERS, Proposal, draw
+from kvpress_prob.maths.random import streams
 from tests.helpers.compare import compress, press_of
 from tests.helpers.models import tiny_llama, tokens
 
@@ -56,7 +57,7 @@ def test_layers_on_different_devices(attn, ratio, decoding, padding):
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_the_same_seed_draws_the_same_on_every_device(sampler):
-    """Scenarios S11 and S12: the draw takes its random numbers from a CPU generator."""
+    """Scenarios S11 and S12: random numbers are hashed from whole numbers."""
     weights = torch.rand(4, 90, dtype=torch.float64)
     state = torch.cuda.get_rng_state if DEVICE == "cuda" else torch.get_rng_state
     before = state()
@@ -69,7 +70,7 @@ def test_the_same_seed_draws_the_same_on_every_device(sampler):
             sampler=sampler,
             correction="none" if sampler == "top_k" else "inclusion",
             temperature=1.0,
-            generator=torch.Generator().manual_seed(3),
+            stream=streams(3, torch.arange(4, device=device)),
         )
         for device in ("cpu", DEVICE)
     ]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvpress_prob.maths.budget import solve_inclusion
 from kvpress_prob.maths.draw import ALLOCATIONS, COMBINES, Proposal, draw, groups_of
+from kvpress_prob.maths.random import streams
 
 HEADS, T = 6, 120
 SAMPLERS = ("systematic", "multinomial")
@@ -27,7 +28,7 @@ def take(weights, take_all=None, group=None, *, keep=0.5, sampler="systematic", 
         sampler=sampler,
         correction=correction,
         temperature=kwargs.pop("temperature", 1.0),
-        generator=kwargs.pop("generator", torch.Generator().manual_seed(0)),
+        stream=streams(kwargs.pop("seed", 0), torch.arange(heads)),
         **kwargs,
     )
 
@@ -106,11 +107,36 @@ def test_none_leaves_every_weight_at_one(generator):
 
 def test_same_seed_same_draw_other_seed_other_draw(generator):
     weights = weights_of(generator)
-    first = take(weights, generator=torch.Generator().manual_seed(5))
-    again = take(weights, generator=torch.Generator().manual_seed(5))
-    other = take(weights, generator=torch.Generator().manual_seed(6))
+    first = take(weights, seed=5)
+    again = take(weights, seed=5)
+    other = take(weights, seed=6)
     assert torch.equal(first.kept, again.kept)
     assert not torch.equal(first.kept, other.kept)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_a_head_is_drawn_as_it_would_be_alone(sampler, generator):
+    """With a budget of its own, a head's draw knows nothing of the heads beside it nor of their order."""
+    weights = weights_of(generator)
+    stream = streams(3, torch.arange(HEADS))
+
+    def drawn(heads):
+        return draw(
+            [Proposal(weights[heads])],
+            torch.zeros(len(heads), T, dtype=torch.bool),
+            torch.arange(len(heads)),
+            keep_fraction=0.4,
+            sampler=sampler,
+            correction="inclusion",
+            temperature=1.0,
+            stream=stream[heads],
+        )
+
+    together = drawn(torch.arange(HEADS))
+    for heads in (torch.tensor([4]), torch.tensor([5, 0, 2])):
+        apart = drawn(heads)
+        assert torch.equal(apart.kept, together.kept[heads])
+        assert torch.equal(apart.log_w, together.log_w[heads])
 
 
 @given(st.integers(1, 8), st.floats(0.01, 1.0), st.sampled_from(SAMPLERS), st.integers(0, 5))
@@ -130,14 +156,14 @@ def two(generator, share=0.3):
     ]
 
 
-def mixed(proposals, generator, *, keep=0.4, heads=HEADS, **kwargs):
+def mixed(proposals, *, keep=0.4, heads=HEADS, **kwargs):
     settings = {"sampler": "systematic", "correction": "inclusion", "temperature": 1.0, **kwargs}
     return draw(
         proposals,
         torch.zeros(heads, proposals[0].weights.shape[1], dtype=torch.bool),
         torch.zeros(heads, dtype=torch.int64),
         keep_fraction=keep,
-        generator=generator,
+        stream=streams(0, torch.arange(heads)),
         **settings,
     )
 
@@ -147,7 +173,7 @@ def mixed(proposals, generator, *, keep=0.4, heads=HEADS, **kwargs):
 def test_a_union_is_two_independent_draws_with_an_exact_total(keep, share, generator):
     """q = 1 - (1 - c q1)(1 - c q2) with q1, q2 solved alone for their shares, and c >= 1 for the total."""
     proposals = two(generator, share)
-    result = mixed(proposals, generator, keep=keep)
+    result = mixed(proposals, keep=keep)
     total = keep * HEADS * T
     assert float(result.probability.sum()) == pytest.approx(total, rel=1e-9)
     group, none = torch.zeros(HEADS, dtype=torch.int64), torch.zeros(HEADS).double()
@@ -168,7 +194,7 @@ def test_a_union_is_two_independent_draws_with_an_exact_total(keep, share, gener
 def test_a_union_leaves_no_head_empty(generator):
     proposals = two(generator, 0.999)
     proposals[1].weights[:5] *= 1e-12
-    result = mixed(proposals, generator, keep=0.1)
+    result = mixed(proposals, keep=0.1)
     totals = result.probability.sum(-1)
     assert (totals >= 1 - 1e-9).all()
     assert float(totals.min()) == pytest.approx(1)
@@ -178,7 +204,7 @@ def test_a_union_leaves_no_head_empty(generator):
 
 def test_the_union_keeps_every_certain_entry_of_its_parts(generator):
     proposals = two(generator, 0.5)
-    result = mixed(proposals, generator)
+    result = mixed(proposals)
     certain = (
         solve_inclusion(
             proposals[1].weights,
@@ -201,7 +227,7 @@ def test_inclusion_frequencies_of_combined_proposals(combine, sampler, generator
     a, b = (torch.rand(t, dtype=torch.float64, generator=generator) ** power + 1e-3 for power in (1, 5))
     proposals = [Proposal(a.expand(repeats, -1), 0.6), Proposal(b.expand(repeats, -1), 0.4, "score")]
     f = torch.rand(t, dtype=torch.float64, generator=generator)
-    result = mixed(proposals, generator, heads=repeats, sampler=sampler, combine=combine)
+    result = mixed(proposals, heads=repeats, sampler=sampler, combine=combine)
     q = result.probability[0]
     z = (result.kept.double().mean(0) - q) / (q * (1 - q) / repeats).sqrt().clamp(min=1e-12)
     assert z[q < 1].abs().max() < 4.5
@@ -216,7 +242,7 @@ def test_sums_and_maxima_of_amounts(generator):
         proposals[1].weights / proposals[1].weights.sum() * 0.3,
     ]
     for combine, want in (("sum", amounts[0] + amounts[1]), ("max", torch.maximum(*amounts))):
-        result = mixed(proposals, generator, combine=combine)
+        result = mixed(proposals, combine=combine)
         q = result.probability
         open_ = q < 1
         scale = q[open_] / want[open_]
@@ -252,8 +278,8 @@ def test_top_k_takes_no_correction_and_no_union(generator):
     with pytest.raises(ValueError, match="sampler='top_k' needs correction='none', got correction='inclusion'"):
         take(weights_of(generator), sampler="top_k")
     with pytest.raises(ValueError, match="needs combine='sum' or 'max', got combine='union'"):
-        mixed(two(generator), generator, sampler="top_k", correction="none")
-    kept = mixed(two(generator), generator, sampler="top_k", correction="none", combine="max").kept
+        mixed(two(generator), sampler="top_k", correction="none")
+    kept = mixed(two(generator), sampler="top_k", correction="none", combine="max").kept
     assert int(kept.sum()) == round(0.4 * HEADS * T)
 
 
@@ -276,7 +302,7 @@ def test_the_size_of_a_draw_is_bounded(heads, t, keep, sampler, sharpness, seed)
     """Scenario S4: systematic is within one entry a head of what can be met; the multinomial's size has at most the
     binomial's deviation around it (five of them here), and half an entry a head for whole numbers of draws."""
     weights = torch.rand(heads, t, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) ** sharpness
-    result = take(weights, keep=keep, sampler=sampler, generator=torch.Generator().manual_seed(seed))
+    result = take(weights, keep=keep, sampler=sampler, seed=seed)
     wanted, slack = max(keep * t, 1) * heads, heads
     if sampler == "multinomial":
         slack = 5 * (heads * t * keep * (1 - keep)) ** 0.5 + heads

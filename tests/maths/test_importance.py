@@ -14,6 +14,7 @@ from kvpress_prob.maths.importance import (
     temper,
     truncate,
 )
+from kvpress_prob.maths.random import streams
 from kvpress_prob.maths.sampling import multinomial_counts
 
 
@@ -68,7 +69,7 @@ def test_the_weighted_mass_is_unbiased(sampler, correction, budget_weighting, ge
         sampler=sampler,
         correction=correction,
         temperature=1.0,
-        generator=generator,
+        stream=streams(0, torch.arange(repeats)),
     )
     mass = (result.kept * result.log_w.double().exp() * f).sum(-1)
     z = (mass.mean() - 1) / (mass.std() / repeats**0.5)
@@ -85,9 +86,9 @@ def test_the_error_of_the_self_normalised_estimator_falls_like_one_over_m(genera
     values = torch.randn(t, dv, dtype=torch.float64, generator=generator)
     sizes = torch.tensor([100, 400, 1600, 6400])
     errors = []
-    for m in sizes:
-        draws = torch.full((repeats,), int(m))
-        counts = multinomial_counts(pi.expand(repeats, -1), draws, generator)
+    for m in sizes.tolist():
+        draws = torch.full((repeats,), m)
+        counts = multinomial_counts(pi.expand(repeats, -1), draws, streams(0, m, torch.arange(repeats)))
         weighted = (counts > 0) * log_weights_from_counts(counts, pi.expand(repeats, -1), draws).exp() * p
         estimate = weighted @ values / weighted.sum(-1, keepdim=True)
         errors.append((estimate - p @ values).square().sum(-1).mean())
@@ -113,7 +114,7 @@ def test_inclusion_weights_have_less_error_than_counts(generator):
             sampler="multinomial",
             correction=correction,
             temperature=1.0,
-            generator=torch.Generator().manual_seed(1),
+            stream=streams(1, torch.arange(repeats)),
         )
         weighted = result.kept * result.log_w.double().exp() * p
         estimate = weighted @ values / weighted.sum(-1, keepdim=True)
@@ -140,8 +141,7 @@ def test_calibrated_weights_reproduce_the_known_total(generator):
     arguments = ([Proposal(weights)], take_all, torch.zeros(40, dtype=torch.int64))
     settings = {"keep_fraction": 0.4, "sampler": "multinomial", "correction": "inclusion", "temperature": 1.0}
     plain, calibrated = (
-        draw(*arguments, **settings, calibrated=flag, generator=torch.Generator().manual_seed(1))
-        for flag in (False, True)
+        draw(*arguments, **settings, calibrated=flag, stream=streams(1, torch.arange(40))) for flag in (False, True)
     )
     assert torch.equal(plain.kept, calibrated.kept)
     chance = plain.probability < 1
@@ -175,7 +175,7 @@ def test_calibration_has_less_error_than_the_weights_alone(generator):
             correction="inclusion",
             temperature=1.0,
             calibrated=flag,
-            generator=torch.Generator().manual_seed(2),
+            stream=streams(2, torch.arange(2000)),
         )
         estimate = (result.kept * result.log_w.double().exp() * p).sum(-1)
         errors.append((estimate - p.sum()).square().mean())
