@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from kvpress_prob.hf import LayerPrefill, Prefill, batch_row
-from kvpress_prob.hf.prefill import decoder_of
+from kvpress_prob.hf.supported import decoder_of
 from kvpress_prob.maths.projection import projection_factors
 from kvpress_prob.maths.proposals import ScoresAre, value_distance
 from kvpress_prob.ops.attention_mass import STATISTICS, Statistic
