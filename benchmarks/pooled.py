@@ -14,9 +14,8 @@ import pandas as pd
 from benchmarks.running import show
 from kvpress_prob.plots.figures import score_against_bytes, score_curves, with_legend
 from kvpress_prob.plots.style import styles_of
-from kvpress_prob.prefills.press_spec import NO_PRESS
-from kvpress_prob.records import Record, read_config, read_records
-from kvpress_prob.records.statistics import Tables, tabulate
+from kvpress_prob.records import NO_PRESS, Record, read_config, read_records
+from kvpress_prob.records.statistics import ALL, Tables, tabulate
 
 KEPT = (
     "task", "example", "press", "ratio", "seed", "masked", "achieved_ratio", "context_tokens", "dense_bytes",
@@ -43,7 +42,7 @@ def pool(folders: list[Path], floor: float) -> list[Record]:
 
 def compare(tables: Tables, other: str) -> pd.DataFrame:
     """Average score with interval, its share of dense, the difference to another press, and bytes held."""
-    scores = tables.scores[tables.scores["task"] == "all"].drop(columns="task")
+    scores = tables.scores[tables.scores["task"] == ALL].drop(columns="task")
     dense = float(scores.loc[scores["press"] == NO_PRESS, "score"].iloc[0])
     difference = tables.differences.query("other == @other").drop(columns="other")
     held = tables.budgets[["press", "ratio", "achieved", "bytes_fraction"]]
@@ -68,7 +67,7 @@ def main(argv: list[str] | None = None) -> None:
     table.to_csv(options.output / "averages.csv", index=False)
     for name in ("scores", "differences", "budgets", "layers"):
         getattr(tables, name).to_csv(options.output / f"{name}.csv", index=False)
-    styles = styles_of(list(dict.fromkeys(tables.scores["press"])), {it.press for it in records if it.masked})
+    styles = styles_of(records)
     for name, figure in (
         ("score", score_curves(tables.scores, styles)),
         ("bytes", score_against_bytes(tables.scores, tables.budgets, styles)),

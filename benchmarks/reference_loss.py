@@ -23,8 +23,7 @@ from kvpress_prob.examples.tasks import load_examples
 from kvpress_prob.models.loading import load_pipeline
 from kvpress_prob.prefills.compressors import compressor
 from kvpress_prob.prefills.shared_prefill import Compressed, SharedPrefill
-from kvpress_prob.records import Example
-from kvpress_prob.records.statistics import DENSE
+from kvpress_prob.records import NO_PRESS, Example
 
 PRESSES = ("prob_best", "prob_fast", "prob_min_h", "prob_kvzip", "snapkv", "h2o", "tova", "expected_attention", "kvzip")
 RESAMPLES = 2000
@@ -66,13 +65,13 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for example in tqdm(examples, unit="example"):
         context, question, answers = tokenized(pipe, example)
         shared = SharedPrefill.run(pipe.model, context)
-        settings = [(DENSE, None, 0.0)] + [
+        settings = [(NO_PRESS, None, 0.0)] + [
             (press, entries, 1 - entries / shared.tokens)
             for press in arguments.press
             for entries in arguments.entries
             if entries < shared.tokens
         ]
-        presses = {press: compressor(spec(press).build(), shared) for press in (DENSE, *arguments.press)}
+        presses = {press: compressor(spec(press).build(), shared) for press in (NO_PRESS, *arguments.press)}
         for press, entries, ratio in settings:
             row = presses[press].compress(ratio, arguments.seed)
             held = row.nbytes / shared.nbytes
@@ -86,10 +85,10 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 def tabulate(frame: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
     """Mean loss of a press minus the dense cache's on the same examples, with a 95 % interval over contexts."""
-    dense = frame[frame["press"] == DENSE].set_index("example")["loss"]
+    dense = frame[frame["press"] == NO_PRESS].set_index("example")["loss"]
     random = np.random.default_rng(seed)
     rows = []
-    for (press, entries), part in frame[frame["press"] != DENSE].groupby(["press", "entries"], sort=False):
+    for (press, entries), part in frame[frame["press"] != NO_PRESS].groupby(["press", "entries"], sort=False):
         difference = (part.set_index("example")["loss"] - dense).dropna().to_numpy()
         means = random.choice(difference, (RESAMPLES, len(difference))).mean(1)
         low, high = np.quantile(means, (0.025, 0.975))
@@ -105,11 +104,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, required=True, help="LongBench rows in kvpress' schema, file or folder")
     parser.add_argument("--examples-per-task", type=int, help="the first so many of each task")
     parser.add_argument("--entries", type=int, nargs="+", default=[64, 128, 256, 512], help="entries a head")
-    parser.add_argument("--press", nargs="+", default=list(PRESSES), help=f"names, {DENSE} excepted")
+    parser.add_argument("--press", nargs="+", default=list(PRESSES), help=f"names, {NO_PRESS} excepted")
     arguments = parser.parse_args(argv)
     rows = measure(arguments)
     frame = pd.DataFrame(rows)
-    show(f"dense: {frame.loc[frame['press'] == DENSE, 'loss'].mean():.3f} nats a token; loss over it", tabulate(frame))
+    show(
+        f"dense: {frame.loc[frame['press'] == NO_PRESS, 'loss'].mean():.3f} nats a token; loss over it", tabulate(frame)
+    )
     write(arguments.output, rows, argparse.Namespace(**vars(arguments) | {"data": arguments.data.name}))
 
 

@@ -18,8 +18,9 @@ from tqdm import tqdm
 
 from benchmarks.running import load, options, read_texts, show, token_ids, write
 from kvpress_prob.prefills.compressors import compressor
-from kvpress_prob.prefills.press_spec import NO_PRESS, PressSpec
+from kvpress_prob.prefills.press_spec import PressSpec
 from kvpress_prob.prefills.shared_prefill import Compressed, SharedPrefill, hidden_entries
+from kvpress_prob.records import NO_PRESS
 
 TOP_K = ("h2o", "snapkv", "tova", "expected_attention", "adakv_snapkv", "compactor", "kvzip", "prob_kvzip")
 PRESSES = ("prob_best", "prob_fast", "prob_min_h", *TOP_K)

@@ -1,23 +1,16 @@
 """Floor 9: the command line. Parses, calls, prints.
 
-A subcommand is a function in ``COMMANDS``: its signature gives the options, its docstring the help. A first parameter
-called ``config`` is a dataclass, read from a YAML file: ``kvpress-prob COMMAND FILE --FIELD VALUE``, where the command
-line wins over the file and the file over defaults. A parameter called ``arguments`` takes what follows ``--``.
+A subcommand is a function in ``COMMANDS``; ``command_line`` says how its signature becomes options.
 """
 
-import inspect
 import logging
-import re
 import sys
 import traceback
 from argparse import ArgumentError
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, cast
 
-import yaml
-from jsonargparse import ArgumentParser
 from transformers.utils.logging import disable_progress_bar
 
 from kvpress_prob import PHYSICAL_PRESSES, PRESSES, __version__
@@ -25,7 +18,7 @@ from kvpress_prob.commands.certify import certify
 from kvpress_prob.commands.diagnose import diagnose
 from kvpress_prob.models.loading import Dtype
 from kvpress_prob.sweeps.configuration import SweepConfig
-from kvpress_prob.sweeps.sweep import run_sweep
+from kvpress_prob.sweeps.errors import SweepInterrupted
 
 
 def demo(
@@ -120,6 +113,8 @@ def sweep(
 
         folder = run_sweep_on_ray(config, output, workers=workers, address=ray_address, gpus_per_worker=gpus_per_worker)
     else:
+        from kvpress_prob.sweeps.local_engine import run_sweep
+
         folder = run_sweep(config, output)
     print(folder)
     if report:
@@ -134,12 +129,12 @@ def write_report(results: Path) -> None:
     results
         A folder that ``sweep`` has written, complete or not.
     """
-    from kvpress_prob.plots import write_report as write
-    from kvpress_prob.records import read_config, read_examples, read_records
+    from kvpress_prob.plots.report import write_report as write
+    from kvpress_prob.records import read_results
     from kvpress_prob.records.statistics import tabulate
 
-    records = read_records(results)
-    print(write(results, read_config(results), read_examples(results), records, vars(tabulate(records))))
+    found = read_results(results)
+    print(write(results, found, tabulate(found.records)))
 
 
 def fit(
@@ -220,17 +215,18 @@ def evaluate(
 
 def list_names() -> None:
     """List presses and tasks by name."""
-    from kvpress_prob.examples import generator
-    from kvpress_prob.examples.tasks import LONGBENCH_TASKS, RULER_TASKS
-    from kvpress_prob.prefills.press_spec import BASELINES, NO_PRESS
+    from kvpress_prob.examples.generator import MAKERS
+    from kvpress_prob.examples.tasks import TASKS
+    from kvpress_prob.prefills.press_spec import BASELINES
+    from kvpress_prob.records import NO_PRESS
 
     for title, names in (
         ("presses of this package", PRESSES),
         ("presses of kvpress that hide entries, made to evict them", PHYSICAL_PRESSES),
         ("baselines", [NO_PRESS, *BASELINES]),
-        ("RULER tasks", RULER_TASKS),
-        ("RULER tasks that can be generated", generator.TASKS),
-        ("LongBench tasks", LONGBENCH_TASKS),
+        ("RULER tasks", TASKS["ruler"]),
+        ("RULER tasks that can be generated", MAKERS),
+        ("LongBench tasks", TASKS["longbench"]),
     ):
         print(f"{title}:", *names, sep="\n  ")
 
@@ -248,85 +244,25 @@ COMMANDS: dict[str, Callable[..., None]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a subcommand; bad input is one line on standard error and exit code 2."""
+    """Run a subcommand; one line on standard error and exit code 2 for bad input, 1 for a run that ended early."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     disable_progress_bar()  # of loading weights; a sweep has its own
     logging.getLogger("kvpress.presses.kvzip_press").setLevel(logging.ERROR)  # says at every use that it is slow
     argv = sys.argv[1:] if argv is None else argv
     try:
-        command, options = parse(argv)
+        from kvpress_prob.command_line import parse
+
+        command, options = parse(COMMANDS, argv, __version__)
         command(**options)
-    except (ArgumentError, ValueError, TypeError, ModuleNotFoundError) as error:
+    except (ArgumentError, ValueError, TypeError, ModuleNotFoundError, OSError, SweepInterrupted) as error:
         if "--traceback" in argv:
             traceback.print_exc()
         print("kvpress-prob: error:", " ".join(str(error).split()), file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, SweepInterrupted) else 2
+    except KeyboardInterrupt:
+        print("kvpress-prob: interrupted", file=sys.stderr)
+        return 130
     return 0
-
-
-def parse(argv: list[str]) -> tuple[Callable[..., None], dict[str, Any]]:
-    """The chosen function and its arguments; raises ``ArgumentError`` for what does not fit its signature."""
-    place = argv.index("--") if "--" in argv else len(argv)
-    argv, arguments = argv[:place], argv[place + 1 :]
-    parser = ArgumentParser(
-        prog="kvpress-prob",
-        version=__version__,
-        exit_on_error=False,
-        description=("Probabilistic KV-cache eviction: evaluation and demo. 'kvpress-prob COMMAND --help' tells more."),
-    )
-    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
-    subcommands = parser.add_subcommands(dest="command")
-    for name, function in COMMANDS.items():
-        summary = (inspect.getdoc(function) or "").partition("\n")[0]
-        sub = ArgumentParser(exit_on_error=False, description=summary)
-        sub.add_function_arguments(function, as_group=False, as_positional=True, skip={"arguments"})
-        subcommands.add_subcommand(name, sub, help=summary)
-    parsed = parser.instantiate(parser.parse_args(_spelt_out(argv)))
-    command = COMMANDS[parsed.command]
-    options = vars(parsed[parsed.command])
-    takes = "arguments" in inspect.signature(command).parameters
-    if arguments and not takes:
-        raise ValueError(f"{parsed.command} takes nothing after --, got {arguments}")
-    return command, {**options, "arguments": arguments} if takes else options
-
-
-def _spelt_out(argv: list[str]) -> list[str]:
-    """The command line as the parser wants it: underscores in option names, ``+`` after one that may be given several
-    times, and ``config`` before its fields.
-
-    ``sweep FILE --max-context-tokens 9`` becomes ``sweep --config FILE --config.max_context_tokens 9``.
-    """
-    place = next((place for place, word in enumerate(argv) if word in COMMANDS), len(argv))
-    head, tail = argv[: place + 1], argv[place + 1 :]
-    tail = [_dashes.sub(lambda match: match[0].replace("-", "_"), word) for word in tail]
-    parameters = inspect.signature(COMMANDS[argv[place]]).parameters if place < len(argv) else {}
-    for name in (f"--{name}" for name, entry in parameters.items() if entry.annotation == list[str] | None):
-        tail = [f"{name}+{word.removeprefix(name)}" if word.partition("=")[0] == name else word for word in tail]
-    config = parameters.get("config")
-    if config is None:
-        return head + tail
-    names = [field.name for field in fields(config.annotation)]
-    if tail and not tail[0].startswith("-"):
-        _check_file(Path(tail[0]), names)
-        tail = ["--config", *tail]
-    known = tuple(f"--{name}" for name in names)
-    return head + [f"--config.{word[2:]}" if word.partition("=")[0] in known else word for word in tail]
-
-
-_dashes = re.compile(r"(?<=^--)[^=]+")
-
-
-def _check_file(path: Path, names: list[str]) -> None:
-    """``ValueError`` unless the file is a YAML mapping of the given names."""
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"config must be a YAML file, got '{path}': {error}") from error
-    if not isinstance(values, dict):
-        raise ValueError(f"config must be a YAML file of keys and values, got '{path}'")
-    for key in values:
-        if key not in names:
-            raise ValueError(f"keys of '{path}' must be among {names}, got {key!r}")
 
 
 if __name__ == "__main__":

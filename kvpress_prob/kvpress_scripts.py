@@ -16,12 +16,14 @@ from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
-from platformdirs import user_cache_path
-
-from kvpress_prob.examples.metrics import BENCHMARKS
-from kvpress_prob.examples.tasks import check_columns, read_table
+from kvpress_prob.examples.tables import checked_table, read_table
+from kvpress_prob.examples.tasks import BENCHMARKS
+from kvpress_prob.extras import extra
 from kvpress_prob.prefills.press_spec import BASELINES
 from kvpress_prob.presses import PHYSICAL_PRESSES, PRESSES, make_press
+
+with extra("eval", "Running kvpress' evaluation script"):
+    from platformdirs import user_cache_path
 
 SCRIPT = "evaluate.py"
 
@@ -38,7 +40,7 @@ def run_kvpress_evaluation(
     scripts : Path, optional
         kvpress' ``evaluation`` folder. Default: of the installed version's source archive.
     data : Path, optional
-        Local data (see ``tasks.read_table``) instead of the Hub's, for whichever dataset the arguments name.
+        Local data (see ``examples.tables``) instead of the Hub's, for whichever dataset the arguments name.
     seed : int
         Seed of this package's presses.
 
@@ -60,8 +62,7 @@ def run_kvpress_evaluation(
         if data is not None:
             if dataset not in BENCHMARKS or _value(arguments, "data_dir"):
                 raise ValueError(f"data serves --dataset {' or '.join(BENCHMARKS)} without --data_dir, got {arguments}")
-            table = read_table(data)
-            check_columns(dataset, table, str(data))
+            table = checked_table(dataset, read_table(data), str(data))
             table.to_parquet(Path(scratch) / "test.parquet")
             registry.DATASET_REGISTRY[dataset] = scratch
         sys.argv = [SCRIPT, *arguments]

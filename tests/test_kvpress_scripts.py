@@ -17,7 +17,7 @@ from kvpress_prob.kvpress_scripts import fetch_scripts, run_kvpress_evaluation
 from kvpress_prob.records import read_records
 from kvpress_prob.records.statistics import tabulate
 from kvpress_prob.sweeps.configuration import SweepConfig
-from kvpress_prob.sweeps.sweep import run_sweep
+from kvpress_prob.sweeps.local_engine import run_sweep
 from tests.helpers.evaluation import ruler_rows, write_rows
 
 pytestmark = [

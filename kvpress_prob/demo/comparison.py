@@ -26,10 +26,11 @@ from transformers import DynamicCache
 from kvpress_prob.hf import RaggedLayer
 from kvpress_prob.prefills.compressors import Compressor, compressor
 from kvpress_prob.prefills.decoding import decode_single
-from kvpress_prob.prefills.press_spec import NO_PRESS, PressSpec
+from kvpress_prob.prefills.press_spec import PressSpec
 from kvpress_prob.prefills.shared_prefill import SharedPrefill, now
+from kvpress_prob.records import NO_PRESS
 
-PRESSES = ("snapkv", "h2o", "prob_min_h", "prob_best")
+SHOWN = ("snapkv", "h2o", "prob_min_h", "prob_best")
 QUESTIONS = ("What is the access code of the red cabinet?", "Who is the present observer?")
 """About the package's own text; the first one asks for the planted fact."""
 ANY_TEXT = ("What is the text about?",)
@@ -111,12 +112,12 @@ def run_demo(
     if tokens < 1:
         raise ValueError(f"tokens must be at least 1, got {tokens}")
     context, following, question_ids = _tokenized(pipe, text, questions, tokens)
-    settings = [(NO_PRESS, 0.0), *((press, ratio) for ratio in ratios for press in PRESSES)]
+    settings = [(NO_PRESS, 0.0), *((press, ratio) for ratio in ratios for press in SHOWN)]
     rows: list[DemoRow] = []
     with tqdm(total=1 + len(settings), desc="prefill", unit="cache", disable=not progress) as bar:
         shared = SharedPrefill.run(pipe.model, context)
         bar.update()
-        presses = {press: compressor(PressSpec(press).build(), shared) for press in (NO_PRESS, *PRESSES)}
+        presses = {press: compressor(PressSpec(press).build(), shared) for press in (NO_PRESS, *SHOWN)}
         dense = torch.empty(0)
         for press, ratio in settings:
             bar.set_description(f"{press}, r = {ratio:g}")

@@ -11,9 +11,11 @@ from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 
-from wonderwords import Defaults, RandomWord, filter_profanity
-
+from kvpress_prob.extras import extra
 from kvpress_prob.records import Example
+
+with extra("eval", "Generating examples"):
+    from wonderwords import Defaults, RandomWord, filter_profanity
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic numbers for {key} is: {value}."
@@ -154,7 +156,7 @@ def _frequent_words(rng: random.Random, size: int) -> Parts:
     )
 
 
-TASKS: dict[str, tuple[Callable[[random.Random, int], Parts], int]] = {
+MAKERS: dict[str, tuple[Callable[[random.Random, int], Parts], int]] = {
     "niah_single_1": (_single_noise, 128),
     "niah_single_2": (_single_text, 128),
     "niah_multikey_1": (_multikey, 128),
@@ -176,7 +178,7 @@ def generate_examples(
     Parameters
     ----------
     task : str
-        A key of ``TASKS``.
+        A key of ``MAKERS``.
     n : int
     length : int
         Most tokens of context, question, answer prefix and ``max_new_tokens`` together.
@@ -189,9 +191,9 @@ def generate_examples(
     ValueError
         For an unknown task, or a length into which the task does not fit.
     """
-    if task not in TASKS:
-        raise ValueError(f"task must be one of {sorted(TASKS)}, got {task!r}")
-    make, max_new_tokens = TASKS[task]
+    if task not in MAKERS:
+        raise ValueError(f"task must be one of {sorted(MAKERS)}, got {task!r}")
+    make, max_new_tokens = MAKERS[task]
     examples = []
     for i in range(n):
 

@@ -1,5 +1,8 @@
 """Scores of single predictions, equal to those of kvpress' RULER and LongBench scorers, 0 to 100.
 
+kvpress' scorers are not loaded because they are in its source archive and not in its wheel, so that every score would
+need a download; the tests compare with what they gave.
+
 Where kvpress scores a whole table and rounds, a score here belongs to one prediction and is not rounded, so that
 examples can be resampled and compared in pairs; the mean over a table is kvpress' number.
 """
@@ -10,17 +13,21 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from rapidfuzz import fuzz
-from rouge import Rouge
+from kvpress_prob.examples.tasks import BENCHMARKS
+from kvpress_prob.extras import extra
+from kvpress_prob.records import Benchmark
 
-BENCHMARKS = ("ruler", "longbench")
+with extra("eval", "Scoring predictions"):
+    from rapidfuzz import fuzz
+    from rouge import Rouge
+
 FIRST_LINE_TASKS = ("trec", "triviaqa", "samsum")
 """LongBench tasks of which only the prediction's first line counts: their contexts are worked examples, which models
 continue."""
 
 
 def score_prediction(
-    benchmark: str, task: str, prediction: str, answers: list[str], all_classes: list[str] | None = None
+    benchmark: Benchmark, task: str, prediction: str, answers: list[str], all_classes: list[str] | None = None
 ) -> float:
     """Score of one prediction against its accepted answers.
 
@@ -38,13 +45,17 @@ def score_prediction(
     Raises
     ------
     ValueError
-        For an unknown benchmark or LongBench task.
+        For an unknown benchmark or LongBench task, or without answers.
     """
+    if benchmark not in BENCHMARKS:
+        raise ValueError(f"benchmark must be one of {BENCHMARKS}, got {benchmark!r}")
+    if benchmark == "longbench" and task not in LONGBENCH_METRICS:
+        raise ValueError(f"task must be one of {sorted(LONGBENCH_METRICS)}, got {task!r}")
+    if isinstance(answers, str) or not answers:
+        raise ValueError(f"answers must be a list of at least one text, got {answers!r}")
     if benchmark == "ruler":
         return 100 * _ruler(task, prediction, answers)
-    if benchmark == "longbench":
-        return 100 * _longbench(task, prediction, answers, all_classes or [])
-    raise ValueError(f"benchmark must be one of {BENCHMARKS}, got {benchmark!r}")
+    return 100 * _longbench(task, prediction, answers, all_classes or [])
 
 
 def _ruler(task: str, prediction: str, answers: list[str]) -> float:
@@ -54,13 +65,11 @@ def _ruler(task: str, prediction: str, answers: list[str]) -> float:
 
 
 def _longbench(task: str, prediction: str, answers: list[str], all_classes: list[str]) -> float:
-    if task not in LONGBENCH_METRICS:
-        raise ValueError(f"task must be one of {sorted(LONGBENCH_METRICS)}, got {task!r}")
     prediction = prediction.lstrip()
     if task in FIRST_LINE_TASKS:
         prediction = prediction.split("\n")[0]
     metric = LONGBENCH_METRICS[task]
-    return max((metric(prediction, answer, all_classes) for answer in answers), default=0.0)
+    return max(metric(prediction, answer, all_classes) for answer in answers)
 
 
 def _words(text: str) -> list[str]:

@@ -7,7 +7,10 @@ from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 
-from wonderwords import Defaults, RandomWord, filter_profanity
+from kvpress_prob.extras import extra
+
+with extra("eval", "The default texts of a fit"):
+    from wonderwords import Defaults, RandomWord, filter_profanity
 
 FIRST = (
     "Anna", "Omar", "Li", "Grace", "Ivan", "Noor", "Pedro", "Yuki", "Amara", "Lars", "Chiara", "Tom", "Zeynep",

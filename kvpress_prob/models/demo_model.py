@@ -11,8 +11,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from platformdirs import user_cache_path
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvpress_prob.extras import extra
 
 NAME = "smollm2-demo"
 """How configurations call this model."""
@@ -34,6 +35,8 @@ def load_demo_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 def demo_model_folder() -> Path:
     """Folder of the converted model; converts first where it is missing."""
+    with extra("demo", NAME):
+        from platformdirs import user_cache_path
     folder = user_cache_path("kvpress-prob") / NAME
     if not folder.exists():
         _convert(_gguf_file(), folder)

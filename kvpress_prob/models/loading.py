@@ -2,6 +2,7 @@
 
 from typing import Any, Literal, cast
 
+import torch
 from kvpress import KVPressTextGenerationPipeline
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
@@ -29,8 +30,15 @@ def load_pipeline(
     Raises
     ------
     ValueError
-        If there is no such model.
+        If there is no such model or device.
     """
+    if device is not None:
+        check_device(device)
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError, NotImplementedError) as error:  # built without it, or none there
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"device must be one of this machine, got {device!r}: {reason}") from error
     if model == DEMO:
         loaded, tokenizer = load_demo_model()
     else:
@@ -40,6 +48,16 @@ def load_pipeline(
         except OSError as error:
             raise ValueError(_not_found(model, error)) from error
     return KVPressTextGenerationPipeline(model=loaded.eval(), tokenizer=cast(Any, tokenizer), device=cast(Any, device))
+
+
+def check_device(device: Any) -> None:
+    """Raise ``ValueError`` unless a model can be told to be there; whether the machine has it shows when loading."""
+    try:
+        kind = torch.device(device).type if isinstance(device, str) else None
+    except RuntimeError:
+        kind = None
+    if kind in (None, "meta"):
+        raise ValueError(f"device must be like 'cpu', 'cuda' or 'cuda:1', got {device!r}")
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:

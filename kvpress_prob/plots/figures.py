@@ -5,25 +5,30 @@ group id ``series-INDEX`` and ``band-INDEX`` of their press, which the report pa
 """
 
 import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from kvpress_prob.plots.style import DENSE, Style
+from kvpress_prob.extras import extra
+from kvpress_prob.plots.style import Style
+from kvpress_prob.records import NO_PRESS
+from kvpress_prob.records.statistics import ALL
+
+with extra("plots", "Drawing figures"):
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 SIZE = (5.2, 3.5)
 Styles = dict[str, Style]
 
 
-def score_curves(scores: pd.DataFrame, styles: Styles, task: str = "all") -> Figure:
+def score_curves(scores: pd.DataFrame, styles: Styles, task: str = ALL) -> Figure:
     """Score against target ratio (figures 3, 5, 6, 8 of arXiv 2608.28293); the dense cache is a level line."""
     figure, axes = _panel("target compression ratio", "score")
     part = scores[scores["task"] == task]
-    _curves(axes, part[part["press"] != DENSE], styles, "ratio", "score")
-    dense = part[part["press"] == DENSE]
+    _curves(axes, part[part["press"] != NO_PRESS], styles, "ratio", "score")
+    dense = part[part["press"] == NO_PRESS]
     if len(dense):
         level = float(dense["score"].iloc[0])
-        axes.axhline(level, color=styles[DENSE].colour, linewidth=1, gid=f"series-{styles[DENSE].index}")
+        axes.axhline(level, color=styles[NO_PRESS].colour, linewidth=1, gid=f"series-{styles[NO_PRESS].index}")
     top = float(part["score"].max()) if len(part) else 0.0
     axes.set_ylim(-0.03 * max(top, 10), 1.08 * max(top, 10))
     return figure
@@ -40,7 +45,7 @@ def win_curves(wins: pd.DataFrame, styles: Styles) -> Figure:
 def score_against_bytes(scores: pd.DataFrame, budgets: pd.DataFrame, styles: Styles) -> Figure:
     """Total score against the cache's measured bytes, as a share of the dense cache's."""
     figure, axes = _panel("measured bytes of the cache (share of dense)", "score")
-    part = scores[scores["task"] == "all"].merge(budgets, on=["press", "ratio"])
+    part = scores[scores["task"] == ALL].merge(budgets, on=["press", "ratio"])
     _curves(axes, part, styles, "bytes_fraction", "score")
     axes.xaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     return figure
@@ -66,7 +71,7 @@ def error_curves(errors: pd.DataFrame, styles: Styles, value: str = "error") -> 
     """Attention error against target ratio: relative, or ``value="error_abs"`` as in figure 2."""
     names = {"error": "relative attention error", "error_abs": "mean absolute error"}
     figure, axes = _panel("target compression ratio", names[value])
-    _curves(axes, errors[errors["press"] != DENSE], styles, "ratio", value)
+    _curves(axes, errors[errors["press"] != NO_PRESS], styles, "ratio", value)
     axes.set_yscale("log")
     return figure
 
@@ -82,9 +87,11 @@ def with_legend(figure: Figure, styles: Styles) -> Figure:
     if entries:
         figure.set_size_inches(SIZE[0] + 2.2, SIZE[1])
         lines, names = zip(*entries, strict=True)
-        axes.legend(
+        legend = axes.legend(
             lines, names, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8, handlelength=3
         )
+        for text in legend.get_texts():
+            text.set_parse_math(False)  # a label is text, dollars too
     return figure
 
 

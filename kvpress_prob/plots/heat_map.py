@@ -1,8 +1,12 @@
 """How much every head of every layer keeps, as a picture."""
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import Tensor
+
+from kvpress_prob.extras import extra
+
+with extra("plots", "Drawing figures"):
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 
 def kept_heat_map(kept: dict[str, Tensor]) -> Figure:

@@ -1,7 +1,7 @@
 "use strict";
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const { presses, tables, examples, rows } = data;
+  const { presses, tables, examples, rows, dense, all } = data;
   const legend = [...document.querySelectorAll(".legend button")];
   const colour = presses.map((_, i) => legend[i].querySelector("line").getAttribute("stroke"));
 
@@ -69,8 +69,8 @@
     : { text: "–", value: null };
   function markBest(body) {
     for (let column = 1; column < (body[0] || []).length; column++) {
-      const top = Math.max(...body.filter((cells) => cells[0].value !== "no_press").map((cells) => cells[column].value ?? -Infinity));
-      for (const cells of body) cells[column].best = cells[0].value !== "no_press" && cells[column].value === top;
+      const top = Math.max(...body.filter((cells) => cells[0].value !== dense).map((cells) => cells[column].value ?? -Infinity));
+      for (const cells of body) cells[column].best = cells[0].value !== dense && cells[column].value === top;
     }
     return body;
   }
@@ -81,10 +81,10 @@
     return presses.filter((press) => seen.has(press)).map((press) => [label(press), ...columns.map((column) => cell(found.get(`${press}|${column}`)))]);
   }
 
-  const totals = tables.scores.filter((row) => row.task === "all");
+  const totals = tables.scores.filter((row) => row.task === all);
   const ratios = unique(tables.budgets.map((row) => row.ratio)).filter((ratio) => ratio > 0).sort((a, b) => a - b);
   // The dense cache has one score, whatever the ratio.
-  const spread = (table) => table.flatMap((row) => (row.press === "no_press" ? ratios.map((ratio) => ({ ...row, ratio })) : [row]));
+  const spread = (table) => table.flatMap((row) => (row.press === dense ? ratios.map((ratio) => ({ ...row, ratio })) : [row]));
   const byRatio = ratios.map((ratio) => `r = ${ratio}`);
   draw("scores", ["press", ...byRatio], markBest(pivot(spread(totals), "ratio", ratios, (row) => withInterval(row, "score"))));
   draw("wins", ["press", ...byRatio], markBest(pivot(tables.wins, "ratio", ratios, (row) => withInterval(row, "win", 100))));
@@ -106,10 +106,10 @@
     return select;
   }
   const middle = ratios[Math.floor(ratios.length / 2)];
-  const tasks = unique(tables.scores.map((row) => row.task)).filter((task) => task !== "all");
+  const tasks = unique(tables.scores.map((row) => row.task)).filter((task) => task !== all);
   function drawTasks() {
     const ratio = Number(choice("taskRatio").value);
-    const part = spread(tables.scores).filter((row) => row.ratio === ratio && row.task !== "all");
+    const part = spread(tables.scores).filter((row) => row.ratio === ratio && row.task !== all);
     draw("tasks", ["press", ...tasks], markBest(pivot(part, "task", tasks, (row) => withInterval(row, "score"))));
   }
   function drawDifferences() {
@@ -141,7 +141,7 @@
     const example = examples[index];
     if (!example) return target.replaceChildren(element("p", { class: "empty" }, "No answers were decoded in this run."));
     const ratio = Number(choice("exampleRatio").value);
-    const part = rows.filter((row) => row[0] === index && (row[2] === ratio || presses[row[1]] === "no_press"));
+    const part = rows.filter((row) => row[0] === index && (row[2] === ratio || presses[row[1]] === dense));
     const line = (title, text) => element("p", {}, element("b", {}, title), text);
     target.replaceChildren(
       element("div", { class: "question" }, line("question", example.question || "(inside the context)"), line("answer begins", example.prefix || "–"), line("accepted", example.answers.join(" · "))),

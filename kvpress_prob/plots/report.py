@@ -3,23 +3,27 @@
 Figures are inline SVG in the page's own colours; tables and examples are data in the page, drawn by ``report.js``.
 """
 
+import hashlib
 import io
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
-import matplotlib as mpl
 import pandas as pd
-from jinja2 import Environment
-from markupsafe import Markup
-from matplotlib.figure import Figure
 
+from kvpress_prob.extras import extra
 from kvpress_prob.plots import figures
-from kvpress_prob.plots.style import DENSE, Style, styles_of
-from kvpress_prob.records import Example, Record
+from kvpress_prob.plots.style import Style, styles_of
+from kvpress_prob.records import NO_PRESS, Results
+from kvpress_prob.records.statistics import ALL, Tables
+
+with extra("plots", "The report page"):
+    import matplotlib as mpl
+    from jinja2 import Environment
+    from markupsafe import Markup, escape
+    from matplotlib.figure import Figure
 
 INK = "#010203"
 """Stands for the page's text colour until the SVG is in the page."""
@@ -45,37 +49,32 @@ class Section:
     panels: list[Panel]
 
 
-def write_report(
-    folder: Path, config: dict[str, Any], examples: list[Example], records: list[Record], tables: dict[str, Any]
-) -> Path:
+def write_report(folder: Path, results: Results, tables: Tables) -> Path:
     """Write ``report.html`` and ``figures/*.png, *.csv`` into a results folder.
 
     Parameters
     ----------
     folder : Path
-    config : dict
-        Of the run, plain values.
-    examples : list of Example
-    records : list of Record
-    tables : dict
-        The fields of ``records.statistics.Tables``.
+    results : Results
+        A run, complete or not.
+    tables : Tables
+        Its tables.
 
     Returns
     -------
     Path
         The page.
     """
-    presses = list(dict.fromkeys(record.press for record in records))
-    styles = styles_of(presses, {record.press for record in records if record.masked})
+    styles = styles_of(results.records)
     page = folder / "report.html"
     (folder / FIGURES).mkdir(exist_ok=True)
-    for name, table in tables.items():
-        if isinstance(table, pd.DataFrame) and len(table):
+    for name, table in _frames(tables).items():
+        if len(table):
             table.to_csv(folder / FIGURES / f"{name}.csv", index=False, float_format="%.6g")
     with mpl.rc_context({"svg.fonttype": "none", "axes.edgecolor": INK, "axes.labelcolor": INK, "text.color": INK,
                          "xtick.color": INK, "ytick.color": INK, "font.size": 10}):  # fmt: skip
         sections = _sections(tables, styles)
-        page.write_text(_html(config, examples, records, tables, styles, sections), encoding="utf-8")
+        page.write_text(_html(results, tables, styles, sections), encoding="utf-8")
         for section in sections:
             for panel in section.panels:
                 file = folder / FIGURES / f"{panel.name}.png"
@@ -83,9 +82,14 @@ def write_report(
     return page
 
 
-def _sections(tables: dict[str, Any], styles: dict[str, Style]) -> list[Section]:
+def _frames(tables: Tables) -> dict[str, pd.DataFrame]:
+    values = {field.name: getattr(tables, field.name) for field in fields(tables)}
+    return {name: value for name, value in values.items() if isinstance(value, pd.DataFrame)}
+
+
+def _sections(tables: Tables, styles: dict[str, Style]) -> list[Section]:
     """The figures that the tables have data for."""
-    scores, wins, budgets, layers, errors = (tables[name] for name in ("scores", "wins", "budgets", "layers", "errors"))
+    scores, layers, errors = tables.scores, tables.layers, tables.errors
     sections = []
     if len(scores):
         sections.append(
@@ -95,14 +99,14 @@ def _sections(tables: dict[str, Any], styles: dict[str, Style]) -> list[Section]
                 "over examples.",
                 [
                     Panel("score", "Average total score", figures.score_curves(scores, styles)),
-                    Panel("win", "Win score (ties count as wins)", figures.win_curves(wins, styles)),
+                    Panel("win", "Win score (ties count as wins)", figures.win_curves(tables.wins, styles)),
                     Panel("score_bytes", "Score against measured bytes; a press that only masks holds everything",
-                          figures.score_against_bytes(scores, budgets, styles)),
+                          figures.score_against_bytes(scores, tables.budgets, styles)),
                 ],
             )
         )  # fmt: skip
-        tasks = [task for task in dict.fromkeys(scores["task"]) if task != "all"]
-        panels = [Panel(f"task_{task}", task, figures.score_curves(scores, styles, task)) for task in tasks]
+        tasks = [task for task in dict.fromkeys(scores["task"]) if task != ALL]
+        panels = [Panel(f"task_{_file_name(task)}", task, figures.score_curves(scores, styles, task)) for task in tasks]
         sections.append(Section("tasks", "Scores by task", "", panels))
     if len(errors):
         sections.append(
@@ -116,7 +120,7 @@ def _sections(tables: dict[str, Any], styles: dict[str, Style]) -> list[Section]
                 ],
             )
         )  # fmt: skip
-    uneven = [press for press, part in layers.groupby("press", sort=False) if part["layer_ratio"].std() > 0
+    uneven = [str(press) for press, part in layers.groupby("press", sort=False) if part["layer_ratio"].std() > 0
               and part.groupby("ratio")["layer_ratio"].std().max() > 0.01]  # fmt: skip
     if uneven:
         panels = [Panel(f"layers_{_file_name(press)}", press, figures.layer_curves(layers, styles, press))
@@ -127,7 +131,9 @@ def _sections(tables: dict[str, Any], styles: dict[str, Style]) -> list[Section]
 
 
 def _file_name(label: str) -> str:
-    return re.sub(r"[^\w.=-]+", "_", label).strip("_")
+    """A label as a part of a file's name; labels that lose something get a hash, so that none overwrites another's."""
+    kept = re.sub(r"[^\w.=-]+", "_", label).strip("_")[:80]
+    return kept if kept == label.replace(" ", "_") else f"{kept}-{hashlib.sha256(label.encode()).hexdigest()[:8]}"
 
 
 def _svg(panel: Panel) -> Markup:
@@ -141,57 +147,51 @@ def _svg(panel: Panel) -> Markup:
     svg = re.sub(r'id="((?:series|band)-\d+)"', r'class="\1"', svg)
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     width, height = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg).groups()  # pyright: ignore[reportOptionalMemberAccess]
-    opening = f'<svg role="img" aria-label="{panel.caption}" viewBox="0 0 {width} {height}">'
-    return Markup(re.sub(r"<svg[^>]*>", opening, svg, count=1))
+    opening = f'<svg role="img" aria-label="{escape(panel.caption)}" viewBox="0 0 {width} {height}">'
+    return Markup(opening + svg.partition(">")[2])
 
 
-def _html(
-    config: dict[str, Any],
-    examples: list[Example],
-    records: list[Record],
-    tables: dict[str, Any],
-    styles: dict[str, Style],
-    sections: list[Section],
-) -> str:
+def _html(results: Results, tables: Tables, styles: dict[str, Style], sections: list[Section]) -> str:
     resources = files("kvpress_prob.plots")
     template = Environment(autoescape=True).from_string((resources / "report.html.j2").read_text(encoding="utf-8"))
-    scores = tables["scores"]
-    dense = scores[(scores["press"] == DENSE) & (scores["task"] == "all")].to_dict("records")
+    scores = tables.scores
+    dense = scores[(scores["press"] == NO_PRESS) & (scores["task"] == ALL)].to_dict("records")
     return template.render(
-        config=config,
-        config_text=json.dumps(config, indent=2),
-        overview=tables["overview"],
+        config=results.config,
+        config_text=json.dumps(results.config, indent=2),
+        overview=tables.overview,
         dense=dense[0] if dense else None,
         styles=styles,
-        masked=sorted({record.press for record in records if record.masked}),
+        masked=sorted({record.press for record in results.records if record.masked}),
         sections=sections,
         svg=_svg,
         style=Markup((resources / "report.css").read_text(encoding="utf-8")),
         script=Markup((resources / "report.js").read_text(encoding="utf-8")),
-        data=_data(examples, records, tables, styles),
+        data=_data(results, tables, list(styles)),
     )
 
 
-def _data(examples: list[Example], records: list[Record], tables: dict[str, Any], styles: dict[str, Style]) -> Markup:
+def _data(results: Results, tables: Tables, presses: list[str]) -> Markup:
     """What ``report.js`` draws, as JSON that is safe inside a script element."""
-    place = {example.name: index for index, example in enumerate(examples)}
-    presses = list(styles)
+    place = {example.name: index for index, example in enumerate(results.examples)}
     data = {
         "presses": presses,
+        "dense": NO_PRESS,
+        "all": ALL,
         "tables": {
             name: json.loads(table.to_json(orient="records", double_precision=6))
-            for name, table in tables.items()
-            if isinstance(table, pd.DataFrame) and name != "layers"
+            for name, table in _frames(tables).items()
+            if name != "layers"
         },
         "examples": [
             {"name": example.name, "task": example.task, "question": example.question, "prefix": example.answer_prefix,
              "answers": example.answers}
-            for example in examples
+            for example in results.examples
         ],
         "rows": [
             [place[record.example], presses.index(record.press), record.ratio, record.seed, record.score,
              record.prediction, record.cache_bytes, record.generated_tokens]
-            for record in records
+            for record in results.records
             if record.prediction is not None
         ],
     }  # fmt: skip

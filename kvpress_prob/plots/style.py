@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
+from kvpress_prob.records import NO_PRESS, Record
+
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b8569a", "#c49000", "#3d9fd6", "#7a5cc2", "#d1495b", "#6b8e23", "#8a6d5a")
 """Apart for colour-blind readers (after Okabe and Ito), and of a lightness that shows on white and on black."""
 MARKERS = "osD^vPX*<>"
 GREY = "#808080"
-DENSE = "no_press"
 
 
 @dataclass(frozen=True)
@@ -29,15 +30,18 @@ class Style:
     index: int
 
 
-def styles_of(presses: list[str], masked: set[str]) -> dict[str, Style]:
-    """Styles by press, in legend order; ``masked`` are presses that hold what they hide."""
+def styles_of(records: list[Record]) -> dict[str, Style]:
+    """Styles by press, in legend order; which kind of press it is follows from what its records measured."""
+    presses = list(dict.fromkeys(record.press for record in records))
+    masked = {record.press for record in records if record.masked}
+    weighted = {record.press for record in records if record.effective_fraction is not None}
     styles = {}
     shown = 0
     for index, press in enumerate(presses):
-        if press == DENSE:
+        if press == NO_PRESS:
             styles[press] = Style(GREY, "", "solid", index)
             continue
-        dash = "dotted" if press in masked else "solid" if press.startswith("prob_") else "dashed"
+        dash = "dotted" if press in masked else "solid" if press in weighted else "dashed"
         colour = COLOURS[shown % len(COLOURS)]
         # The second round of colours has other markers.
         marker = MARKERS[(shown + shown // len(COLOURS)) % len(MARKERS)]

@@ -3,10 +3,13 @@
 from typing import Any
 
 import pandas as pd
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from kvpress_prob.extras import extra
 from kvpress_prob.plots.figures import SIZE
+
+with extra("plots", "Drawing figures"):
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 TOP = "0.1"
 """Fraction whose recall the figure shows."""

@@ -8,7 +8,7 @@ ObservedAttentionPress without eager attention, and ``expected_attention_topk``,
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, cast
+from typing import Any, cast, get_type_hints
 
 from kvpress import (
     AdaKVPress,
@@ -36,8 +36,9 @@ from kvpress import (
 )
 
 from kvpress_prob.presses import PHYSICAL_PRESSES, PRESSES, H2OPress, make_press
+from kvpress_prob.records import NO_PRESS
+from kvpress_prob.values import fits, said
 
-NO_PRESS = "no_press"
 BASELINES: dict[str, Callable[[], BasePress]] = {
     "snapkv": SnapKVPress,
     "tova": TOVAPress,
@@ -111,11 +112,15 @@ class PressSpec:
         if self.press == NO_PRESS:
             if self.options:
                 raise ValueError(f"options of {NO_PRESS} must be empty, got {self.options}")
+            if self.name != NO_PRESS:
+                raise ValueError(f"label of {NO_PRESS} must be left out: reports look for it, got {self.label!r}")
             return None
+        if self.name == NO_PRESS:
+            raise ValueError(f"label must not be that of the dense cache, got {self.label!r} for {self.press}")
         press = BASELINES[self.press]() if self.press in BASELINES else make_press(self.press)
         try:
             return _changed(press, self.options)
-        except AssertionError as error:  # how kvpress' presses refuse a value
+        except (AssertionError, TypeError) as error:  # how kvpress' presses refuse a value
             raise ValueError(f"options of {self.press} must be valid, got {self.options}: {error}") from error
 
 
@@ -144,5 +149,16 @@ def _changed(owner: Any, options: dict[str, Any]) -> Any:
                 f"compression_ratio and seed itself), got {key!r}"
             )
         current = values[name] if name in values else getattr(owner, name)
+        if not rest and not isinstance(owner, list):
+            _check_value(type(owner), name, value)
         values[name] = _changed(current, {rest: value}) if rest else value
     return list(values.values()) if isinstance(owner, list) else replace(cast(Any, owner), **values)
+
+
+def _check_value(owner: type, name: str, value: Any) -> None:
+    """kvpress' presses check few of their fields; all of its numbers are counts, shares or positions."""
+    hint = get_type_hints(owner)[name]
+    if not fits(value, hint):
+        raise ValueError(f"options of {owner.__name__} must fit: {name} must be {said(hint)}, got {value!r}")
+    if owner.__module__.startswith("kvpress.") and isinstance(value, int | float) and value < 0:
+        raise ValueError(f"options of {owner.__name__} must fit: {name} must not be negative, got {value!r}")

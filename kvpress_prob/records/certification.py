@@ -25,10 +25,13 @@ from functools import lru_cache
 from typing import Any
 
 import pandas as pd
-from scipy.stats import beta
 
-from kvpress_prob.records.schema import text_hash
-from kvpress_prob.records.statistics import DENSE
+from kvpress_prob.extras import extra
+from kvpress_prob.records.provenance import text_hash
+from kvpress_prob.records.schema import NO_PRESS
+
+with extra("eval", "Certifying"):
+    from scipy.stats import beta
 
 SLACK = 1e-9
 """Points by which a difference may exceed the tolerance through rounding."""
@@ -177,8 +180,8 @@ def certify(
     if not (tolerance >= 0 and math.isfinite(tolerance)):
         raise ValueError(f"tolerance must be at least 0, got {tolerance}")
     scored = frame[frame["score"].notna()]
-    dense = scored[scored["press"] == DENSE]
-    known = list(dict.fromkeys(scored.loc[scored["press"] != DENSE, "press"]))
+    dense = scored[scored["press"] == NO_PRESS]
+    known = list(dict.fromkeys(scored.loc[scored["press"] != NO_PRESS, "press"]))
     if not known:
         raise ValueError(f"records must have scores of a press, got presses {sorted(set(frame['press']))} with none")
     unknown = sorted(set(presses or []) - set(known))
@@ -188,7 +191,7 @@ def certify(
     missing = sorted(set(judged["example"]) - set(dense["example"]))
     if missing:
         raise ValueError(
-            f"every request must have its record of the dense cache (press {DENSE!r}), got none for {len(missing)}: "
+            f"every request must have its record of the dense cache (press {NO_PRESS!r}), got none for {len(missing)}: "
             f"{missing[:3]}"
         )
     once = dense.drop_duplicates("example").set_index("example")
@@ -196,7 +199,7 @@ def certify(
     best = once.groupby("context")["score"].max()
     table = fixed_sequences(counts, risk, confidence)
     fit = table[table["certified"] & (table["bytes"] < 1)].sort_values("bytes", kind="stable")
-    press, ratio = (fit["press"].iloc[0], float(fit["ratio"].iloc[0])) if len(fit) else (DENSE, 0.0)
+    press, ratio = (fit["press"].iloc[0], float(fit["ratio"].iloc[0])) if len(fit) else (NO_PRESS, 0.0)
     columns = ["press", "ratio", "requests", "degraded", "rate", "bound", "tested", "certified", "bytes"]
     contexts = judged["context"].unique()
     return Certificate(
@@ -262,7 +265,7 @@ def describe(certificate: Certificate) -> str:
         "tested from the least eviction on, until its share may be above the wanted one; '-' was not tested any more.",
         "",
     ]
-    if it.press != DENSE:
+    if it.press != NO_PRESS:
         lines.append(
             f"USE {it.press} at compression ratio {it.ratio:g}: its cache holds {it.bytes:.0%} of the dense cache's "
             "bytes, the fewest of what is certified."

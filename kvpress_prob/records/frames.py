@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from kvpress_prob.records.schema import CONFIG, RECORDS, Record, read_config, read_records
+from kvpress_prob.records.files import CONFIG, RECORDS, read_config, read_records
+from kvpress_prob.records.schema import Record
 
 TABLE = "records.csv"
 """Records without texts and lists, as ``benchmarks.pooled`` writes them."""

@@ -1,29 +1,16 @@
-"""Floor 0: the record schema of evaluations, and the files that hold records.
+"""What an evaluation asks and what it notes: the schema of its examples and of its records."""
 
-A results folder is named by its configuration's hash and holds::
-
-    config.json      the configuration of the run
-    examples.jsonl   one ``Example`` a line, without its context
-    records.jsonl    one ``Record`` a line: one prediction, or one measurement, of one press on one example
-
-Records refer to examples by name. Everything later (tables, figures, the report page) reads these files and nothing
-else.
-"""
-
-import hashlib
-import json
-import subprocess
-from dataclasses import asdict, dataclass, field, fields
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-CONFIG, EXAMPLES, RECORDS = "config.json", "examples.jsonl", "records.jsonl"
-PACKAGES = ("kvpress-prob", "kvpress", "torch", "transformers")
-"""Packages whose versions every record names."""
+from kvpress_prob.records.provenance import git_commit, text_hash, versions
 
+Benchmark = Literal["ruler", "longbench"]
 DecodeMode = Literal["single", "batched", "none"]
+Key = tuple[str, str, float, int | None]
+"""What identifies a record within a run: example, press, ratio, seed."""
+NO_PRESS = "no_press"
+"""The dense cache, in configurations and in records."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +21,8 @@ class Example:
     ----------
     name : str
         Unique within a run: task and number.
-    benchmark, task : str
+    benchmark : {"ruler", "longbench"}
+    task : str
     context : str
         The text whose cache is compressed; not written to result files.
     question, answer_prefix : str
@@ -45,7 +33,7 @@ class Example:
     """
 
     name: str
-    benchmark: str
+    benchmark: Benchmark
     task: str
     context: str
     question: str
@@ -142,11 +130,11 @@ class Record:
     attention_error: float | None
     attention_error_abs: float | None
     config: str
-    versions: str = field(default_factory=lambda: versions())
-    git_commit: str | None = field(default_factory=lambda: git_commit())
+    versions: str = field(default_factory=versions)
+    git_commit: str | None = field(default_factory=git_commit)
 
     @property
-    def key(self) -> tuple[str, str, float, int | None]:
+    def key(self) -> Key:
         """What identifies a record within a run."""
         return self.example, self.press, self.ratio, self.seed
 
@@ -155,89 +143,5 @@ TIMINGS = ("prefill_ms", "score_ms", "score_spent_ms", "compress_ms", "decode_ms
 """Fields of a record that differ between two runs of one configuration."""
 
 
-def read_records(folder: Path) -> list[Record]:
-    """All records of a results folder.
-
-    Raises
-    ------
-    ValueError
-        If the folder has no records, or a line is not a record of this schema.
-    """
-    names = {entry.name for entry in fields(Record)}
-    records = []
-    for number, row in enumerate(_lines(folder / RECORDS), 1):
-        if set(row) != names:
-            odd = sorted(set(row) ^ names)
-            raise ValueError(
-                f"{folder / RECORDS}, line {number}: fields must be the schema's, got a difference in {odd}"
-            )
-        records.append(Record(**row))
-    if not records:
-        raise ValueError(f"{folder / RECORDS} must hold records, got an empty file")
-    return records
-
-
-def read_examples(folder: Path) -> list[Example]:
-    """The examples of a results folder; ``context`` is the context's hash."""
-    return [Example(**row) for row in _lines(folder / EXAMPLES)]
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The configuration of a results folder, as plain values."""
-    return json.loads(_text(folder / CONFIG))
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in _text(path).splitlines()]
-
-
-def _text(path: Path) -> str:
-    if not path.is_file():
-        raise ValueError(f"{path.parent} must be a results folder, got no {path.name}")
-    return path.read_text(encoding="utf-8")
-
-
-def to_line(row: dict[str, Any]) -> str:
-    """One line of JSON, line end included."""
-    return json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
-
-
-def config_hash(config: dict[str, Any]) -> str:
-    """Ten hexadecimal digits that identify a configuration of plain values."""
-    return text_hash(json.dumps(config, sort_keys=True))[:10]
-
-
-def text_hash(text: str) -> str:
-    """Sixteen hexadecimal digits that identify a text."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-@cache
-def versions() -> str:
-    """``package version`` of ``PACKAGES``, separated by commas."""
-    found = []
-    for package in PACKAGES:
-        try:
-            found.append(f"{package} {version(package)}")
-        except PackageNotFoundError:  # imported from a source tree that is not installed
-            found.append(f"{package} (not installed)")
-    return ", ".join(found)
-
-
-@cache
-def git_commit() -> str | None:
-    """Commit of the source tree that this package was imported from, with ``-dirty`` for local changes; None outside
-    one."""
-    here = Path(__file__)
-    try:
-        # An installed package may lie inside a repository of somebody else's.
-        tracked = _git("ls-files", "--error-unmatch", here.name, cwd=here.parent)
-        commit = _git("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*", cwd=here.parent)
-    except FileNotFoundError:  # no git
-        return None
-    return commit if tracked else None
-
-
-def _git(*arguments: str, cwd: Path) -> str | None:
-    done = subprocess.run(["git", *arguments], cwd=cwd, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
+TIMINGS = ("prefill_ms", "score_ms", "score_spent_ms", "compress_ms", "decode_ms", "batch_ms")
+"""Fields of a record that differ between two runs of one configuration."""

@@ -19,9 +19,8 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import pandas as pd
 
-from kvpress_prob.records.schema import Record
+from kvpress_prob.records.schema import NO_PRESS, Record
 
-DENSE = "no_press"
 RESAMPLES = 2000
 ALL = "all"
 """How tables call the total over all tasks."""
@@ -145,7 +144,7 @@ def _scores(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _wins(frame: pd.DataFrame) -> pd.DataFrame:
     """Win scores among the presses at each ratio; the dense cache does not take part."""
-    frame = frame[frame["press"] != DENSE]
+    frame = frame[frame["press"] != NO_PRESS]
     rows = []
     for ratio, part in frame.groupby("ratio"):
         presses = list(dict.fromkeys(part["press"]))
@@ -171,14 +170,14 @@ def _differences(frame: pd.DataFrame) -> pd.DataFrame:
     matrix = _matrix(frame, "score")
     if matrix.empty:
         return pd.DataFrame(columns=columns)
-    dense = matrix[(DENSE, 0.0)] if (DENSE, 0.0) in matrix.columns else None
+    dense = matrix[(NO_PRESS, 0.0)] if (NO_PRESS, 0.0) in matrix.columns else None
     tasks = matrix.index.get_level_values("task").to_numpy()
     weights = np.full(len(matrix), 1 / len(matrix))
     rows = []
-    for ratio in dict.fromkeys(ratio for press, ratio in matrix.columns if press != DENSE):
-        part = matrix.xs(ratio, axis=1, level="ratio").drop(columns=DENSE, errors="ignore")
+    for ratio in dict.fromkeys(ratio for press, ratio in matrix.columns if press != NO_PRESS):
+        part = matrix.xs(ratio, axis=1, level="ratio").drop(columns=NO_PRESS, errors="ignore")
         if dense is not None:
-            part = part.assign(**{DENSE: dense})
+            part = part.assign(**{NO_PRESS: dense})
         values = part.to_numpy()
         resampled = bootstrap_means(values, weights, tasks)
         means = weights @ values

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from kvpress_prob.records.schema import CONFIG, EXAMPLES, RECORDS, Example, Record, config_hash, to_line
-
-Key = tuple[str, str, float, int | None]
+from kvpress_prob.records.files import CONFIG, EXAMPLES, RECORDS, lines_of, parse_line, to_line
+from kvpress_prob.records.provenance import config_hash
+from kvpress_prob.records.schema import Example, Key, Record
 
 
 def results_folder(output: Path, config: dict[str, Any]) -> Path:
@@ -52,7 +52,7 @@ class RecordWriter:
     ):
         self.folder = folder
         lines = "".join(to_line(example.as_row()) for example in examples)
-        if (folder / EXAMPLES).exists() and (folder / EXAMPLES).read_text(encoding="utf-8") != lines:
+        if (folder / EXAMPLES).exists() and (folder / EXAMPLES).read_bytes() != lines.encode():
             raise ValueError(
                 f"data must hold the examples that '{folder}' was begun with, got others: delete the "
                 "folder or choose another output"
@@ -66,25 +66,27 @@ class RecordWriter:
             raise ValueError(f"output must not be in use, got '{folder}', which another process writes to") from error
         _write_once(folder / CONFIG, json.dumps(config, indent=2) + "\n")
         _write_once(folder / EXAMPLES, lines)
-        self.done = self._cut_to_whole_units(unit_of)
+        try:
+            self.done = self._cut_to_whole_units(unit_of)
+        except ValueError:
+            self._file.close()
+            raise
 
     def _cut_to_whole_units(self, unit_of: Callable[[Key], frozenset[Key]]) -> set[Key]:
         """Drop an unfinished last unit; returns the keys that are kept."""
         self._file.seek(0)
-        done: set[Key] = set()
-        pending: set[Key] = set()
+        path, done, pending = self.folder / RECORDS, set[Key](), set[Key]()
         end = whole = 0
-        for line in self._file:
+        for number, line in lines_of(self._file.read()):
             if not line.endswith(b"\n"):
                 break
             end += len(line)
-            key = Record(**json.loads(line)).key
+            key = parse_line(Record, line, path, number).key
             pending.add(key)
             try:
                 unit = unit_of(key)
             except KeyError as error:
-                self._file.close()
-                raise ValueError(f"'{self.folder / RECORDS}' must hold records of this sweep, got {key}") from error
+                raise ValueError(f"'{path}', line {number}: must be a record of this sweep, got {key}") from error
             if pending == unit:
                 done |= pending
                 pending, whole = set(), end

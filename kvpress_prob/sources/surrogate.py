@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from platformdirs import user_cache_path
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvpress_prob.extras import extra
 from kvpress_prob.hf.saving import fingerprint
 
 FORMAT = 1
@@ -208,6 +208,8 @@ def load_surrogate(path: str | os.PathLike, *, model: PreTrainedModel | None = N
 
 def surrogate_path(model: PreTrainedModel) -> Path:
     """Where ``kvpress-prob fit`` leaves the model's surrogate: the user's cache folder, by fingerprint."""
+    with extra("eval", "The default place of surrogates"):
+        from platformdirs import user_cache_path
     return user_cache_path("kvpress-prob") / "surrogates" / f"{fingerprint(model)}.safetensors"
 
 

@@ -1,11 +1,23 @@
 """What a sweep computes: one frozen dataclass, one YAML file."""
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from kvpress_prob.models.loading import Dtype
+from kvpress_prob.examples.tasks import TASKS
+from kvpress_prob.models.loading import Dtype, check_device
 from kvpress_prob.prefills.press_spec import PressSpec
-from kvpress_prob.records import DecodeMode
+from kvpress_prob.records import Benchmark, DecodeMode
+from kvpress_prob.values import (
+    check_choices,
+    check_count,
+    check_list,
+    check_name,
+    check_ratios,
+    check_seeds,
+    check_text,
+)
+
+AttentionImplementation = Literal["sdpa", "eager"]
 
 
 @dataclass(frozen=True)
@@ -15,7 +27,7 @@ class SweepConfig:
     Parameters
     ----------
     name : str
-        Begins the folder's name.
+        Begins the folder's name: letters, digits, and ``. _ - + =`` inside.
     model : str
         Hub name, folder, or ``smollm2-demo``.
     presses : list
@@ -49,6 +61,11 @@ class SweepConfig:
         Of the model; ``device`` defaults to a GPU if there is one.
     data_seed : int
         Seed of generated data.
+
+    Raises
+    ------
+    ValueError
+        For a value that cannot become what it is for.
     """
 
     name: str
@@ -56,7 +73,7 @@ class SweepConfig:
     presses: list[str | PressSpec]
     ratios: list[float]
     seeds: list[int] = field(default_factory=lambda: [0])
-    benchmark: Literal["ruler", "longbench"] = "ruler"
+    benchmark: Benchmark = "ruler"
     data: str = "hub"
     tasks: list[str] | None = None
     length: int = 4096
@@ -68,21 +85,39 @@ class SweepConfig:
     batch_rows: int = 64
     attention_error: bool = False
     dtype: Dtype = "auto"
-    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
+    attn_implementation: AttentionImplementation = "sdpa"
     device: str | None = None
     data_seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("presses", "ratios", "seeds"):
-            if not getattr(self, name):
-                raise ValueError(f"{name} must not be empty")
-        for ratio in self.ratios:
-            if not 0 <= ratio < 1:
-                raise ValueError(f"ratios must be in [0, 1), got {ratio}")
-        if self.batch_rows < 1:
-            raise ValueError(f"batch_rows must be at least 1, got {self.batch_rows}")
+        check_name("name", self.name)
+        for name, choices in (
+            ("benchmark", Benchmark), ("decode", DecodeMode), ("dtype", Dtype),
+            ("attn_implementation", AttentionImplementation),
+        ):  # fmt: skip
+            check_choices(name, [getattr(self, name)], get_args(choices))
+        for name in ("model", "data"):
+            check_text(name, getattr(self, name))
+        for name in ("query_aware", "attention_error"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        for name in ("length", "examples_per_task", "max_context_tokens", "max_new_tokens", "batch_rows"):
+            if getattr(self, name) is not None or name in ("length", "batch_rows"):
+                check_count(name, getattr(self, name))
+        check_ratios(self.ratios, zero=True)
+        check_seeds("seeds", self.seeds)
+        check_seeds("data_seed", [self.data_seed])
+        if self.tasks is not None:
+            check_list("tasks", self.tasks)
+            check_choices("tasks", self.tasks, TASKS[self.benchmark])
+        if self.data == "generated" and self.benchmark != "ruler":
+            raise ValueError(f"data='generated' needs benchmark='ruler', got {self.benchmark!r}")
+        if self.device is not None:
+            check_device(self.device)
+        check_list("presses", self.presses)
         labels = [spec.name for spec in self.specs]
         for label in labels:
+            check_text("label of a press", label)
             if labels.count(label) > 1:
                 raise ValueError(f"presses must have different labels, got {label!r} twice")
         for spec in self.specs:

@@ -4,21 +4,26 @@ Workers return records; the driver alone writes, unit by unit, as in one process
 another order. Needs the extra ``ray``. Data paths and models must be readable on the workers.
 """
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
+from kvpress_prob.extras import extra
 from kvpress_prob.records import Record
 from kvpress_prob.sweeps.configuration import SweepConfig
-from kvpress_prob.sweeps.sweep import (
-    Unit,
-    Worker,
-    examples_of,
-    missing,
-    open_results,
-    plan,
-    progress_bar,
-)
+from kvpress_prob.sweeps.errors import SweepInterrupted
+from kvpress_prob.sweeps.plan import Unit, examples_of, plan
+from kvpress_prob.sweeps.run import missing, open_results, progress_bar
+from kvpress_prob.sweeps.worker import Worker
+from kvpress_prob.values import check_count
+
+with extra("ray", "engine='ray'"):
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+    from ray.util import ActorPool
 
 
 def run_sweep_on_ray(
@@ -50,16 +55,12 @@ def run_sweep_on_ray(
 
     Raises
     ------
-    ModuleNotFoundError
-        If Ray is not installed.
+    SweepInterrupted
+        If a worker or the cluster was lost. What was written stays, and the same call continues.
     """
-    if workers < 1:
-        raise ValueError(f"workers must be at least 1, got {workers}")
-    try:
-        import ray
-        from ray.util import ActorPool
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("engine='ray' needs Ray: pip install 'kvpress-prob[ray]'") from error
+    check_count("workers", workers)
+    if not math.isfinite(gpus_per_worker) or gpus_per_worker < 0:
+        raise ValueError(f"gpus_per_worker must be a number >= 0, got {gpus_per_worker}")
     examples = examples_of(config)
     contexts = plan(config, examples)
     threads = torch.get_num_threads()
@@ -74,18 +75,33 @@ def run_sweep_on_ray(
         def run(self, units: list[Unit]) -> list[list[Record]]:
             return list(self.worker.run(units))
 
-    ray.init(address=address, num_cpus=None if address else workers, include_dashboard=False, log_to_driver=False)
-    try:
+    with (
+        _cluster(address, workers),
+        open_results(config, output, examples, contexts) as writer,
+        progress_bar(contexts, writer, progress) as bar,
+    ):
         actor = ray.remote(num_cpus=1, num_gpus=gpus_per_worker)(Remote)
         pool = ActorPool([actor.remote() for _ in range(workers)])
-        with (
-            open_results(config, output, examples, contexts) as writer,
-            progress_bar(contexts, writer, progress) as bar,
-        ):
-            for done in pool.map_unordered(lambda worker, units: worker.run.remote(units), missing(contexts, writer)):
-                for records in done:
-                    writer.append(records)
-                    bar.update(len(records))
-        return writer.folder
+        for done in pool.map_unordered(lambda worker, units: worker.run.remote(units), missing(contexts, writer)):
+            for records in done:
+                writer.append(records)
+                bar.update(len(records))
+    return writer.folder
+
+
+@contextmanager
+def _cluster(address: str | None, workers: int) -> Iterator[None]:
+    """Ray inside the block; what a worker raised is raised as it was, what killed one as ``SweepInterrupted``."""
+    try:
+        ray.init(address=address, num_cpus=None if address else workers, include_dashboard=False, log_to_driver=False)
+    except ConnectionError as error:
+        raise ValueError(f"ray_address must be that of a running cluster, got {address!r}: {error}") from error
+    try:
+        yield
+    except RayTaskError as error:
+        raise error.cause from error
+    except RayError as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise SweepInterrupted(f"a Ray worker was lost ({reason}); the same command continues the sweep") from error
     finally:
         ray.shutdown()

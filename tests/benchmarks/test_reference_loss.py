@@ -8,8 +8,7 @@ from benchmarks import reference_loss
 from kvpress_prob.models.loading import load_pipeline
 from kvpress_prob.prefills.compressors import compressor
 from kvpress_prob.prefills.shared_prefill import SharedPrefill
-from kvpress_prob.records import Example
-from kvpress_prob.records.statistics import DENSE
+from kvpress_prob.records import NO_PRESS, Example
 from tests.helpers.evaluation import ruler_rows, save_tiny_model, write_rows
 
 
@@ -53,13 +52,13 @@ def test_rows_and_table(data, tmp_path, capsys):
     )  # fmt: skip
     frame = pd.read_json(output, lines=True)
     assert len(frame) == 3 * (1 + 3 * 2)
-    compressed = frame[frame["press"] != DENSE]
+    compressed = frame[frame["press"] != NO_PRESS]
     few = compressed[compressed["entries"] == 80]
     assert ((few["bytes_over_dense"] >= 1) == (few["press"] == "adakv_snapkv")).all()
     assert (compressed["ratio"] - (1 - compressed["entries"] / compressed["context_tokens"])).abs().max() < 1e-6
     table = reference_loss.tabulate(frame)
     assert ((table["low"] <= table["over dense"]) & (table["over dense"] <= table["high"])).all()
-    dense = frame[frame["press"] == DENSE]["loss"].mean()
+    dense = frame[frame["press"] == NO_PRESS]["loss"].mean()
     for row in table.itertuples():
         mine = frame[(frame["press"] == row.press) & (frame["entries"] == row.entries)]["loss"].mean()
         assert row._3 == pytest.approx(mine - dense)

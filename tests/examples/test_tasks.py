@@ -5,11 +5,10 @@ import json
 import pandas as pd
 import pytest
 
-from kvpress_prob.examples import tasks
-from kvpress_prob.examples.generator import TASKS as GENERATED
-from kvpress_prob.examples.generator import generate_examples
+from kvpress_prob.examples import loading, tasks
+from kvpress_prob.examples.generator import MAKERS, generate_examples
+from kvpress_prob.examples.loading import load_examples
 from kvpress_prob.examples.metrics import score_prediction
-from kvpress_prob.examples.tasks import load_examples
 from tests.helpers.evaluation import ruler_rows, write_rows
 
 
@@ -79,7 +78,7 @@ def test_hub_names_are_kvpress_own(monkeypatch, benchmark, folders, wanted):
         asked.append((name, data_dir, split))
         return Table(ruler_rows(1) if benchmark == "ruler" else [r for r in longbench_rows() if r["task"] == data_dir])
 
-    monkeypatch.setattr(tasks, "load_dataset", load)
+    monkeypatch.setattr(loading, "load_dataset", load)
     examples = load_examples(benchmark, "hub", count_tokens=words, tasks=wanted, length=8192)
     assert asked == [(tasks.HUB[benchmark], folder, "test") for folder in folders]
     assert examples
@@ -124,7 +123,7 @@ def test_bad_files(tmp_path, name, content, message):
         load_examples("ruler", str(tmp_path / "empty"), count_tokens=words)
 
 
-@pytest.mark.parametrize("task", GENERATED)
+@pytest.mark.parametrize("task", MAKERS)
 @pytest.mark.parametrize("length", [300, 900])
 def test_generated_examples(task, length):
     examples = generate_examples(task, 3, length, words, seed=7)

@@ -11,6 +11,7 @@ import pytest
 
 from kvpress_prob.plots import write_report
 from kvpress_prob.plots.style import styles_of
+from kvpress_prob.records import Results
 from kvpress_prob.records.statistics import tabulate
 from tests.helpers.records import PRESSES, RATIOS, TASKS, made_up_run
 
@@ -21,7 +22,7 @@ BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     config, examples, records = made_up_run(5, seeds=(0, 1))
-    write_report(folder, config, examples, records, vars(tabulate(records)))
+    write_report(folder, Results(config, examples, records), tabulate(records))
     return folder
 
 
@@ -53,7 +54,7 @@ def test_page_says_whether_compression_saw_the_question(tmp_path, query_aware, l
     """Scenario S32."""
     config, examples, records = made_up_run(2)
     records = [replace(record, query_aware=query_aware) for record in records]
-    write_report(tmp_path, config, examples, records, vars(tabulate(records)))
+    write_report(tmp_path, Results(config, examples, records), tabulate(records))
     found = re.findall("query-aware|query-agnostic", (tmp_path / "report.html").read_text())
     assert set(found) == {label}
 
@@ -78,13 +79,19 @@ def test_page_shows_data_as_text(folder):
 def test_a_run_without_answers_has_a_page(tmp_path):
     config, examples, records = made_up_run(2)
     silent = [replace(record, score=None, prediction=None, attention_error=None) for record in records]
-    page = write_report(tmp_path, config, examples, silent, vars(tabulate(silent)))
+    page = write_report(tmp_path, Results(config, examples, silent), tabulate(silent))
     assert "Budget by layer" in page.read_text()
 
 
 def test_styles_tell_presses_apart():
     presses = ["no_press", *(f"prob_{i}" for i in range(9)), *(f"top_{i}" for i in range(9))]
-    styles = styles_of(presses, {"top_8"})
+    _, _, (record, *_) = made_up_run(1)
+    styles = styles_of(
+        [
+            replace(record, press=it, masked=it == "top_8", effective_fraction=0.5 if it.startswith("prob") else None)
+            for it in presses
+        ]
+    )
     looks = [(style.colour, style.marker, style.dash) for style in styles.values()]
     assert len(set(looks)) == len(looks)
     assert (styles["prob_0"].dash, styles["top_0"].dash, styles["top_8"].dash) == ("solid", "dashed", "dotted")

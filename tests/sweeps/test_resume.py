@@ -14,7 +14,10 @@ import pytest
 from kvpress_prob.records import CONFIG, RECORDS, TIMINGS, Record, read_records, to_line
 from kvpress_prob.records.writer import RecordWriter, results_folder
 from kvpress_prob.sweeps.configuration import SweepConfig
-from kvpress_prob.sweeps.sweep import Worker, examples_of, missing, open_results, plan, run_sweep
+from kvpress_prob.sweeps.local_engine import run_sweep
+from kvpress_prob.sweeps.plan import examples_of, plan
+from kvpress_prob.sweeps.run import missing, open_results
+from kvpress_prob.sweeps.worker import Worker
 from tests.helpers.evaluation import ruler_rows, write_rows
 
 CONFIG_FILE = """

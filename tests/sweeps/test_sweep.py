@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvpress_prob.cli import parse
+from kvpress_prob.cli import COMMANDS
+from kvpress_prob.command_line import parse
 from kvpress_prob.prefills import compressors, shared_prefill
-from kvpress_prob.prefills.press_spec import NO_PRESS, PressSpec, press_names
-from kvpress_prob.records import read_config, read_examples, read_records
+from kvpress_prob.prefills.press_spec import PressSpec, press_names
+from kvpress_prob.records import NO_PRESS, read_config, read_examples, read_records
 from kvpress_prob.sweeps.configuration import SweepConfig
-from kvpress_prob.sweeps.sweep import Worker, examples_of, plan, run_sweep, settings_of
+from kvpress_prob.sweeps.local_engine import run_sweep
+from kvpress_prob.sweeps.plan import examples_of, plan, settings_of
+from kvpress_prob.sweeps.worker import Worker
 from tests.helpers.evaluation import ruler_rows, save_tiny_model, write_rows
 
 RATIOS = [0.3, 0.7]
@@ -229,7 +232,7 @@ CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.stem)
 def test_shipped_configurations_are_valid(file):
-    _, options = parse(["sweep", str(file)])
+    _, options = parse(COMMANDS, ["sweep", str(file)], "0")
     config = options["config"]
     assert config.name.replace("-", "_") == file.stem.replace("-", "_")
     assert settings_of(config)

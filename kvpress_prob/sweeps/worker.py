@@ -1,78 +1,20 @@
-"""Sweeps: presses x ratios x seeds over examples, with one dense prefill per context.
-
-Work is split into *units*, each one context with a fixed group of (press, ratio, seed) settings and all its questions.
-A unit's rows are written together, and what is in a unit never depends on what has been done already, so a run that was
-killed and continued computes exactly what an undisturbed run computes.
-"""
+"""Runs units of a sweep with one loaded model: one dense prefill a context, of which every press compresses a copy."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from kvpress import KVPressTextGenerationPipeline
-from tqdm import tqdm
 
 from kvpress_prob.examples.metrics import score_prediction
-from kvpress_prob.examples.tasks import load_examples
-from kvpress_prob.models.loading import load_pipeline, load_tokenizer
+from kvpress_prob.models.loading import load_pipeline
 from kvpress_prob.prefills.attention_error import AttentionError, DenseQuestion, attention_errors
-from kvpress_prob.prefills.compressors import Compressor, compressor, draws
+from kvpress_prob.prefills.compressors import Compressor, compressor
 from kvpress_prob.prefills.decoding import Answer, RowBatch, decode_batch, decode_single
-from kvpress_prob.prefills.press_spec import NO_PRESS, PressSpec
 from kvpress_prob.prefills.shared_prefill import Compressed, SharedPrefill
 from kvpress_prob.records import Example, Record, config_hash, text_hash
-from kvpress_prob.records.writer import Key, RecordWriter, results_folder
 from kvpress_prob.sweeps.configuration import SweepConfig
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One press at one ratio and seed."""
-
-    spec: PressSpec
-    ratio: float
-    seed: int | None
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What is computed and written together: one context, all its questions, some settings."""
-
-    context: str
-    examples: list[Example]
-    settings: list[Setting]
-
-    @property
-    def keys(self) -> frozenset[Key]:
-        """Keys of the unit's records."""
-        return frozenset(
-            (example.name, setting.spec.name, setting.ratio, setting.seed)
-            for example in self.examples
-            for setting in self.settings
-        )
-
-
-def settings_of(config: SweepConfig) -> list[Setting]:
-    """All settings in the order in which they are run: press by press."""
-    settings = []
-    for spec in config.specs:
-        ratios = [0.0] if spec.press == NO_PRESS else config.ratios
-        seeds: list[int | None] = list(config.seeds) if draws(spec.build()) else [None]
-        settings += [Setting(spec, ratio, seed) for ratio in ratios for seed in seeds]
-    return settings
-
-
-def plan(config: SweepConfig, examples: list[Example]) -> list[list[Unit]]:
-    """The units of every context."""
-    contexts: dict[str, list[Example]] = {}
-    for example in examples:
-        contexts.setdefault(example.context, []).append(example)
-    settings = settings_of(config)
-    size = 1 if config.decode == "single" else config.batch_rows
-    groups = [settings[begin : begin + size] for begin in range(0, len(settings), size)]
-    return [[Unit(context, group, part) for part in groups] for context, group in contexts.items()]
+from kvpress_prob.sweeps.plan import Setting, Unit
 
 
 class Worker:
@@ -104,7 +46,10 @@ class Worker:
         """Decode and measure every question of a unit."""
         config = self.config
         questions = [self._ids(unit.context, example.question, example.answer_prefix)[1] for example in unit.examples]
-        limits = [config.max_new_tokens or example.max_new_tokens for example in unit.examples]
+        limits = [
+            example.max_new_tokens if config.max_new_tokens is None else config.max_new_tokens
+            for example in unit.examples
+        ]
         batch = None
         if config.decode == "batched":
             room = max(question.shape[1] + limit for question, limit in zip(questions, limits, strict=True))
@@ -177,67 +122,3 @@ class Worker:
         inputs = self.pipe.preprocess(context, [question], answer_prefix, limit)
         device = self.pipe.model.device
         return inputs["context_ids"].to(device), inputs["questions_ids"][0].to(device)
-
-
-def examples_of(config: SweepConfig) -> list[Example]:
-    """The examples of a configuration."""
-    tokenizer = load_tokenizer(config.model)
-
-    def count_tokens(text: str) -> int:
-        return len(tokenizer.encode(text, add_special_tokens=False))
-
-    examples = load_examples(
-        config.benchmark,
-        config.data,
-        count_tokens=count_tokens,
-        tasks=config.tasks,
-        length=config.length,
-        examples_per_task=config.examples_per_task,
-        max_context_tokens=config.max_context_tokens,
-        seed=config.data_seed,
-    )
-    return [_with_question_inside(example) for example in examples] if config.query_aware else examples
-
-
-def _with_question_inside(example: Example) -> Example:
-    return Example(**{**asdict(example), "context": example.context + example.question, "question": ""})
-
-
-def run_sweep(config: SweepConfig, output: Path, *, progress: bool = True) -> Path:
-    """Run what is missing of a sweep, in this process.
-
-    Returns
-    -------
-    Path
-        The results folder.
-    """
-    examples = examples_of(config)
-    contexts = plan(config, examples)
-    worker = Worker(config)
-    with open_results(config, output, examples, contexts) as writer, progress_bar(contexts, writer, progress) as bar:
-        for units in missing(contexts, writer):
-            for records in worker.run(units):
-                writer.append(records)
-                bar.update(len(records))
-    return writer.folder
-
-
-def open_results(
-    config: SweepConfig, output: Path, examples: list[Example], contexts: list[list[Unit]]
-) -> RecordWriter:
-    """The results folder of a sweep, made or continued."""
-    units = {key: unit.keys for units in contexts for unit in units for key in unit.keys}
-    plain = config.plain()
-    return RecordWriter(results_folder(output, plain), plain, examples, units.__getitem__)
-
-
-def missing(contexts: list[list[Unit]], writer: RecordWriter) -> list[list[Unit]]:
-    """Units that are not written yet, by context."""
-    left = [[unit for unit in units if not unit.keys <= writer.done] for units in contexts]
-    return [units for units in left if units]
-
-
-def progress_bar(contexts: list[list[Unit]], writer: RecordWriter, show: bool) -> tqdm:
-    """Rows done and the time left."""
-    total = sum(len(unit.keys) for units in contexts for unit in units)
-    return tqdm(total=total, initial=len(writer.done), unit="row", desc=writer.folder.name, disable=not show)
