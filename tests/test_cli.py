@@ -163,7 +163,7 @@ def test_a_new_subcommand_is_one_function(monkeypatch):
 
 
 def test_fit_leaves_a_surrogate_that_the_model_finds(model_folder, pipe, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("kvpress_prob.sources.surrogate.user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: tmp_path / name)
     text = tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 40)
     argv = ["fit", "--model", str(model_folder), "--text", str(text), "--tokens", "480", "--window", "80"]

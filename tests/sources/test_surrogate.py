@@ -146,7 +146,7 @@ def test_foreign_and_damaged_files_are_refused(file, tmp_path):
 
 
 def test_a_model_finds_its_own_in_the_cache_folder(surrogate, tmp_path, monkeypatch):
-    monkeypatch.setattr("kvpress_prob.sources.surrogate.user_cache_path", lambda name: tmp_path / name)
+    monkeypatch.setattr("platformdirs.user_cache_path", lambda name: tmp_path / name)
     model = tiny_llama()
     with pytest.raises(ValueError, match=r"surrogate of LlamaForCausalLM .* kvpress-prob fit --model MODEL"):
         find_surrogate(model)
