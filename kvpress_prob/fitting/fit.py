@@ -3,7 +3,7 @@
 For every window the model prefills it, reads it once more (the reconstruction that the surrogate is to replace), and
 each full-attention layer's hidden states and log-scores are added to that layer's moments (``maths.ridge``). Memory is
 that of one window and of two moment matrices a layer, float64; where all layers together need more than ``max_bytes``,
-they are taken in groups, each of which reads the windows again. Every sixth window is left out of the read-out that
+they are taken in groups, each of which reads the windows again. Every fifth window is left out of the read-out that
 the held-out figures are about; the surrogate itself is then solved from all.
 """
 
@@ -26,7 +26,8 @@ from kvpress_prob.hf.saving import fingerprint
 from kvpress_prob.maths.ridge import Moments, Readout, combined, moments, r_squared, solve_ridge, top_recall
 from kvpress_prob.sources import Surrogate, SurrogateHeader
 
-HELD_OUT_EVERY = 6
+HELD_OUT_EVERY = 5
+"""Coprime with the number of domains that take turns, so that all are held out."""
 RIDGE = 1e-3
 N_SINK = 4
 """First tokens that no read-out is fitted to: whatever they hold, all later rows attend to them."""
