@@ -52,12 +52,22 @@ def demo(
     from kvpress_prob.demo import comparison as show
     from kvpress_prob.models.loading import load_pipeline
     from kvpress_prob.plots.heat_map import kept_heat_map
+    from kvpress_prob.sources import find_surrogate
 
     if output.is_file():
         raise ValueError(f"output must be a folder, got the file '{output}'")
     words = show.demo_text() if text is None else read_text(text)
     questions = question or list(show.QUESTIONS if text is None else show.ANY_TEXT)
-    rows = show.run_demo(load_pipeline(model), words, questions, ratios=ratios, seed=seed, tokens=tokens)
+    pipe = load_pipeline(model)
+    presses, left_out = list(show.SHOWN), None
+    try:
+        find_surrogate(pipe.model)
+    except ValueError as error:
+        presses.remove(show.NEEDS_SURROGATE)
+        left_out = f"without {show.NEEDS_SURROGATE}: {error}\n"
+    rows = show.run_demo(pipe, words, questions, ratios=ratios, seed=seed, tokens=tokens, presses=presses)
+    if left_out:
+        print(left_out)
     output.mkdir(parents=True, exist_ok=True)
     table = show.tabulate(rows)
     table.to_csv(output / "demo.csv", index=False)

@@ -37,12 +37,14 @@ def generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def _surrogates_for_tiny_models(monkeypatch):
+@pytest.fixture(autouse=True, scope="session")
+def _surrogates_for_tiny_models():
     """Nobody has fitted surrogates to the random models of the tests: presses find random ones."""
     from tests.helpers.surrogates import find_or_make_surrogate
 
-    monkeypatch.setattr("kvpress_prob.presses.surrogate_press.find_surrogate", find_or_make_surrogate)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvpress_prob.presses.surrogate_press.find_surrogate", find_or_make_surrogate)
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

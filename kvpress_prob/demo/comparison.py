@@ -11,6 +11,7 @@ Every use starts from a freshly compressed cache (a seed draws the same entries 
 """
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -30,7 +31,8 @@ from kvpress_prob.prefills.press_spec import PressSpec
 from kvpress_prob.prefills.shared_prefill import SharedPrefill, now
 from kvpress_prob.records import NO_PRESS
 
-SHOWN = ("snapkv", "h2o", "prob_min_h", "prob_best")
+SHOWN = ("prob_learned", "snapkv", "h2o", "prob_min_h", "prob_best")
+NEEDS_SURROGATE = "prob_learned"
 QUESTIONS = ("What is the access code of the red cabinet?", "Who is the present observer?")
 """About the package's own text; the first one asks for the planted fact."""
 ANY_TEXT = ("What is the text about?",)
@@ -84,6 +86,7 @@ def run_demo(
     ratios: list[float],
     seed: int,
     tokens: int,
+    presses: Sequence[str] = SHOWN,
     progress: bool = True,
 ) -> list[DemoRow]:
     """Rows of the dense cache and of every press at every ratio.
@@ -99,6 +102,8 @@ def run_demo(
         Of the presses that draw.
     tokens : int
         Held back at the end of the text, at least 1.
+    presses : sequence of str
+        Names of the registries.
     progress : bool, default=True
 
     Raises
@@ -112,16 +117,16 @@ def run_demo(
     if tokens < 1:
         raise ValueError(f"tokens must be at least 1, got {tokens}")
     context, following, question_ids = _tokenized(pipe, text, questions, tokens)
-    settings = [(NO_PRESS, 0.0), *((press, ratio) for ratio in ratios for press in SHOWN)]
+    settings = [(NO_PRESS, 0.0), *((press, ratio) for ratio in ratios for press in presses)]
     rows: list[DemoRow] = []
     with tqdm(total=1 + len(settings), desc="prefill", unit="cache", disable=not progress) as bar:
         shared = SharedPrefill.run(pipe.model, context)
         bar.update()
-        presses = {press: compressor(PressSpec(press).build(), shared) for press in (NO_PRESS, *SHOWN)}
+        compressors = {press: compressor(PressSpec(press).build(), shared) for press in (NO_PRESS, *presses)}
         dense = torch.empty(0)
         for press, ratio in settings:
             bar.set_description(f"{press}, r = {ratio:g}")
-            compressed = presses[press].compress(ratio, seed)
+            compressed = compressors[press].compress(ratio, seed)
             cache_bytes, kept = compressed.nbytes, _kept_fractions(compressed.cache, shared.tokens)
             log_p, step_ms = _read_on(pipe.model, compressed.cache, shared.tokens, following)
             if press == NO_PRESS:
@@ -135,7 +140,9 @@ def run_demo(
                     dense_bytes=shared.nbytes,
                     cache_bytes=cache_bytes,
                     step_ms=step_ms,
-                    answers=[_answer(pipe, presses[press], ratio, seed, shared.tokens, ids) for ids in question_ids],
+                    answers=[
+                        _answer(pipe, compressors[press], ratio, seed, shared.tokens, ids) for ids in question_ids
+                    ],
                     kept=kept,
                 )
             )

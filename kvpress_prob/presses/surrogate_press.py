@@ -44,6 +44,7 @@ class SurrogatePress(ScorerPress):
     """
 
     scores_are: ClassVar[ScoresAre] = "weights"
+    scores_never_change: ClassVar[bool] = True
 
     compression_ratio: float = 0.0
     surrogate: Surrogate | str | Path | None = None

@@ -84,6 +84,7 @@ def test_seed_decides_the_draw(rows, pipe):
     again, other = (run_demo(pipe, TEXT, [], ratios=[0.5], seed=seed, tokens=TOKENS, progress=False) for seed in (3, 4))
     assert [row.divergence for row in again] == [row.divergence for row in rows if row.ratio < 0.6]
     assert [row.press for row in other if row.divergence != again[other.index(row)].divergence] == [
+        "prob_learned",
         "prob_min_h",
         "prob_best",
     ]
