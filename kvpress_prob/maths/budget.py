@@ -19,6 +19,8 @@ from torch import Tensor
 
 MAX_DRAWS = 10**15
 """Largest number of draws that is searched; integers up to here are exact in float64."""
+BISECTIONS = 50
+"""Halvings of an interval of logarithms: one of ten thousand ends below 1e-11."""
 
 
 def group_sum(per_head: Float[Tensor, " h"], group: Int[Tensor, " h"], groups: int) -> Float[Tensor, " g"]:
@@ -138,10 +140,10 @@ def solve_log_inclusion(
     floor = torch.where(of_head > -torch.inf, at_least.log() - of_head, -torch.inf)
 
     def inclusion(log_scale: Tensor) -> Tensor:
-        return (torch.maximum(log_scale[group], floor).unsqueeze(-1) + log_weights).clamp(max=0)
+        return (torch.maximum(log_scale[group], floor).unsqueeze(-1) + log_weights).clamp_(max=0)
 
     def total(log_scale: Tensor) -> Tensor:
-        return group_sum(inclusion(log_scale).exp().sum(-1), group, groups)
+        return group_sum(inclusion(log_scale).exp_().sum(-1), group, groups)
 
     # Bisection on log lambda: from where no group reaches a thousandth of an entry to where the smallest weight
     # saturates.
@@ -151,7 +153,7 @@ def solve_log_inclusion(
     low = torch.where(sums.isfinite(), -sums, 0) - 7
     high = torch.where(smallest.isfinite(), -smallest, 0).maximum(low) + 1e-9
     reachable = (target > 0) & (total(low) < target)
-    for _ in range(64):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
         below = total(middle) < target
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
@@ -199,7 +201,13 @@ def union_inclusion(
         return q * torch.where((total > 0) & (total < at_least), at_least / total, 1).unsqueeze(-1)
 
     def total(log_c: Tensor) -> Tensor:
-        return group_sum(union(log_c).sum(-1), group, groups)
+        """The sum of ``union``, in place and to rounding: this is most of what a draw takes."""
+        missed = torch.ones_like(parts[0])
+        for log_q in parts:
+            missed.addcmul_(missed, (log_c[group].unsqueeze(-1) + log_q).clamp_(max=0).exp_(), value=-1)
+        of_head = missed.neg_().add_(1).sum(-1)
+        raised = torch.where((of_head > 0) & (of_head < at_least), at_least, of_head)
+        return group_sum(raised, group, groups)
 
     # Bisection on log c, up to where the smallest probability saturates.
     smallest = torch.full((groups,), torch.inf, dtype=torch.float64, device=group.device)
@@ -207,7 +215,7 @@ def union_inclusion(
         smallest = smallest.scatter_reduce(0, group, torch.where(log_q > -torch.inf, log_q, torch.inf).amin(-1), "amin")
     low = torch.full_like(smallest, -7.0)
     high = torch.where(smallest.isfinite(), -smallest, 0)
-    for _ in range(64):
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
         below = total(middle) < target
         low, high = torch.where(below, middle, low), torch.where(below, high, middle)
