@@ -1,7 +1,5 @@
 """Progress of a fit, kept in a file so that a killed one goes on where it was."""
 
-import os
-import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvpress_prob.hf.files import replacing
 from kvpress_prob.maths.ridge import Moments, Readout
 
 
@@ -53,14 +52,8 @@ def save_progress(path: Path, key: str, progress: Progress) -> None:
         "solved": [[vars(it) for it in group] for group in progress.solved],
         "tested": {layer: vars(it) for layer, it in progress.tested.items()},
     }
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
+    with replacing(path) as temporary:
         torch.save({"key": key, "progress": plain}, temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def load_progress(path: Path, key: str, device: torch.device | str = "cpu") -> Progress | None:

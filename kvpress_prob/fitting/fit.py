@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvpress_prob.fitting.checkpoint import Progress, load_progress, save_progress
 from kvpress_prob.fitting.targets import PREDICTS, read_window, targets_of
 from kvpress_prob.fitting.windows import Windows, cut_windows
-from kvpress_prob.hf.saving import fingerprint
+from kvpress_prob.hf.fingerprint import fingerprint
 from kvpress_prob.maths.ridge import Moments, Readout, combined, moments, r_squared, solve_ridge, top_recall
 from kvpress_prob.sources import Surrogate, SurrogateHeader
 

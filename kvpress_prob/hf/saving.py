@@ -7,14 +7,11 @@ the stored entries without slack, of any other layer the dense tensors::
                "{layer}.keys" [batch, hkv, t, d], "{layer}.values" [batch, hkv, t, dv]     where nothing is compressed
     header     "kvpress_prob": format, package, model, report, layers
 
-The model's fingerprint covers names, shapes and a few values of every parameter and the rotary embedding's settings:
-what a cache depends on, and cheap for models of any size.
+What is read is checked field by field (``hf.saved_fields``) before a cache exists.
 """
 
-import hashlib
 import json
 import os
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -29,14 +26,16 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvpress_prob.hf.cache import RaggedLayer
-from kvpress_prob.hf.decoding_budget import DecodingBudget, Resampler, ResamplingSettings
+from kvpress_prob.hf.decoding_budget import Resampler
+from kvpress_prob.hf.files import replacing
+from kvpress_prob.hf.fingerprint import fingerprint
+from kvpress_prob.hf.saved_fields import check_header, check_tensors, parsed_header, resampling_settings
 from kvpress_prob.hf.supported import check_cache
 from kvpress_prob.ragged import RaggedKV
 from kvpress_prob.ragged.store import INITIAL_ROOM
 
 FORMAT = 1
 _KEY = "kvpress_prob"
-_VALUES_PER_PARAMETER = 8
 
 
 class Report(Protocol):
@@ -91,17 +90,8 @@ def save_compressed(
         "report": None if report is None else {name: getattr(report, name) for name in _REPORTED},
         "layers": layers,
     }
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"path must be in an existing folder, got {path}")
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
+    with replacing(Path(path)) as temporary:
         save_file(tensors, temporary, {_KEY: json.dumps(header)})
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 _REPORTED = ("settings", "target_ratio", "achieved_ratio", "seed")
@@ -124,18 +114,22 @@ def load_compressed(
     ------
     FileNotFoundError
     ValueError
-        For a file that is truncated, foreign, of a newer format, or another model's.
+        For a file that is truncated, foreign, of a newer format, or another model's, and for one with a field that
+        cannot be: the error names file and field.
     """
     with _opened(path, device) as (file, header):
+        check_header(path, header)
         if model is not None:
             _check_model(path, header, model)
+        held = {name: file.get_tensor(name) for name in sorted(file.keys())}
+        check_tensors(path, header, held)
         cache = DynamicCache()
-        cache.layers.extend(_layer(file, index, described) for index, described in enumerate(header["layers"]))
+        cache.layers.extend(_layer(held, index, described) for index, described in enumerate(header["layers"]))
     return cache
 
 
 def read_header(path: str | os.PathLike) -> dict[str, Any]:
-    """The header alone: format, model fingerprint, logical length, report and the layers' kinds.
+    """The header alone, as it stands: format, model fingerprint, logical length, report and the layers' kinds.
 
     Raises
     ------
@@ -144,20 +138,6 @@ def read_header(path: str | os.PathLike) -> dict[str, Any]:
     """
     with _opened(path, "cpu") as (_, header):
         return header
-
-
-def fingerprint(model: PreTrainedModel) -> str:
-    """Hexadecimal digest that tells models apart whose caches do not fit each other."""
-    digest = hashlib.sha256()
-    rotary = getattr(model.config.get_text_config(), "rope_parameters", None)
-    digest.update(json.dumps(rotary, sort_keys=True, default=str).encode())
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        if not parameter.is_meta and parameter.numel():
-            places = torch.linspace(0, parameter.numel() - 1, _VALUES_PER_PARAMETER).long().to(parameter.device)
-            values = parameter.detach().flatten()[places].double().cpu()
-            digest.update(values.numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _ragged(layer: RaggedLayer) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -197,13 +177,9 @@ def _opened(path: str | os.PathLike, device: torch.device | str) -> Iterator[tup
     """The file and its header; what does not fit together becomes one ``ValueError``."""
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
-            header = json.loads((file.metadata() or {})[_KEY])
-            if header["format"] > FORMAT:
-                raise ValueError(
-                    f"{path} must have format {FORMAT} or older, got {header['format']}: update kvpress-prob"
-                )
+            header = parsed_header(path, (file.metadata() or {}).get(_KEY), FORMAT)
             yield file, header
-    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+    except SafetensorError as error:
         raise ValueError(f"{path} must be a complete file of save_compressed, got {error!r}") from error
 
 
@@ -214,34 +190,28 @@ def _check_model(path: str | os.PathLike, header: dict[str, Any], model: PreTrai
         raise ValueError(f"{path} must be a cache of this model, got a cache of another model")
 
 
-def _compressed_layer(file: Any, index: int, described: dict[str, Any], store: RaggedKV) -> RaggedLayer:
+def _compressed_layer(held: dict[str, Tensor], index: int, described: dict[str, Any], store: RaggedKV) -> RaggedLayer:
     layer = RaggedLayer(store, described["context_length"], described["padding"])
     layer.appended, layer.hides, layer.spent = described["appended"], described["hides"], described["spent"]
     if "resampling" in described:
-        settings = described["resampling"]
-        settings = ResamplingSettings(**settings | {"budget": DecodingBudget(**settings["budget"])})
-        layer.resampler = Resampler(settings, store)
+        layer.resampler = Resampler(resampling_settings(described["resampling"]), store)
         layer.resampler.rounds = described["rounds"]
         layer.resampler.count(store, layer.appended)
-        if f"{index}.queries" in set(file.keys()):
-            layer.resampler.queries = file.get_tensor(f"{index}.queries")
+        layer.resampler.queries = held.get(f"{index}.queries")
     return layer
 
 
-def _layer(file: Any, index: int, described: dict[str, Any]) -> RaggedLayer | DynamicLayer:
-    keys, values = file.get_tensor(f"{index}.keys"), file.get_tensor(f"{index}.values")
+def _layer(held: dict[str, Tensor], index: int, described: dict[str, Any]) -> RaggedLayer | DynamicLayer:
+    keys, values = held[f"{index}.keys"], held[f"{index}.values"]
     if described["kind"] == "compressed":
-        log_w, lengths = file.get_tensor(f"{index}.log_w"), file.get_tensor(f"{index}.length").tolist()
-        batch = described["batch"]
-        if sum(lengths) != len(keys) or any(length < 0 for length in lengths) or batch < 1 or len(lengths) % batch:
-            raise KeyError(f"{index}.length")
-        store = RaggedKV.empty(keys, values, lengths, batch, INITIAL_ROOM)
+        log_w, lengths = held[f"{index}.log_w"], held[f"{index}.length"].tolist()
+        store = RaggedKV.empty(keys, values, lengths, described["batch"], INITIAL_ROOM)
         begin = 0
         for start, length in zip(store.start.tolist(), lengths, strict=True):
             source, target = slice(begin, begin + length), slice(start, start + length)
             store.keys[target], store.values[target], store.log_w[target] = keys[source], values[source], log_w[source]
             begin += length
-        return _compressed_layer(file, index, described, store)
+        return _compressed_layer(held, index, described, store)
     sliding = described["kind"] == "sliding"
     layer = DynamicSlidingWindowLayer(described["sliding_window"]) if sliding else DynamicLayer()
     layer.lazy_initialization(keys, values)

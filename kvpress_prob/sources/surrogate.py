@@ -12,7 +12,6 @@ fits surrogates; one belongs to the very weights that it was fitted to.
 import hashlib
 import json
 import os
-import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
@@ -26,7 +25,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpress_prob.extras import extra
-from kvpress_prob.hf.saving import fingerprint
+from kvpress_prob.hf.files import replacing
+from kvpress_prob.hf.fingerprint import fingerprint
 
 FORMAT = 1
 _KEY = "kvpress_prob_surrogate"
@@ -168,16 +168,9 @@ def save_surrogate(surrogate: Surrogate, path: str | os.PathLike) -> None:
     FileNotFoundError
         For a path in a folder that does not exist.
     """
-    path = Path(path)
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"path must be in an existing folder, got {path}")
     metadata = {_KEY: json.dumps({"format": FORMAT, **asdict(surrogate.header)})}
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    try:
+    with replacing(Path(path)) as temporary:
         save_file({name: getattr(surrogate, name).contiguous() for name in _TENSORS}, temporary, metadata)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def load_surrogate(path: str | os.PathLike, *, model: PreTrainedModel | None = None) -> Surrogate:

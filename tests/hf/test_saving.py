@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import pickle
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, StaticCache
 
-from kvpress_prob import load_compressed, save_compressed
+from kvpress_prob import DecodingBudget, load_compressed, save_compressed
 from kvpress_prob.hf import read_header, saving
 from tests.helpers.compare import compress, dense, greedy, press_of
 from tests.helpers.models import ARCHITECTURES, build, tiny_gemma3, tiny_llama, tokens
@@ -168,11 +169,139 @@ def test_a_header_that_does_not_fit_the_tensors_is_refused(saved, path):
         with pytest.raises(ValueError, match="must be a complete file of save_compressed"):
             load_compressed(path)
         rewritten(path, layers=layers)
-    tensors, header = load_file(path), read_header(path)
-    tensors["0.length"] += 1
-    save_file(tensors, path, {"kvpress_prob": json.dumps(header)})
-    with pytest.raises(ValueError, match=r"complete file of save_compressed, got KeyError\('0.length'\)"):
+
+
+@pytest.fixture
+def everything(path):
+    """A file with every kind of layer and field: padding, hidden tokens, a budget while decoding, sliding layers."""
+    model = tiny_gemma3()
+    press = press_of(0.5, decoding=DecodingBudget(24, interval=4, queries=3))
+    mask = torch.ones(2, 30, dtype=torch.long)
+    mask[1, :8] = 0
+    with press(model):
+        cache = model(tokens(30, batch=2), attention_mask=mask).past_key_values
+    for step in range(3):
+        mask = torch.nn.functional.pad(mask, (0, 2), value=1)
+        model(tokens(2, batch=2, seed=step), past_key_values=cache, attention_mask=mask)
+    save_compressed(cache, path, model=model, report=press.report)
+    load_compressed(path)
+    return read_header(path), load_file(path)
+
+
+WRONG = [None, True, -1, -(2**70), 0.5, float("nan"), float("inf"), "1", "", [], [-1, 0], [10**6, 0], [0, 0, 0], {}]
+
+
+def places(described, place=()):
+    """Every field of a header, however deep."""
+    for name, value in described.items() if isinstance(described, dict) else enumerate(described):
+        yield (*place, name)
+        if isinstance(value, dict | list):
+            yield from places(value, (*place, name))
+
+
+def changed(header, place, value):
+    header = copy.deepcopy(header)
+    inner = header
+    for name in place[:-1]:
+        inner = inner[name]
+    if value is KeyError:
+        del inner[place[-1]]
+    else:
+        inner[place[-1]] = value
+    return header
+
+
+def test_every_field_of_a_header_is_checked(everything, path):
+    """Scenario S61: no field may hold what it cannot be; the error names file and field, before a cache exists."""
+    header, tensors = everything
+    fine = 0
+    for place in places(header):
+        field = next(name for name in reversed(place) if isinstance(name, str))
+        for value in [*WRONG, KeyError]:
+            save_file(tensors, path, {"kvpress_prob": json.dumps(changed(header, place, value))})
+            problem, loaded = None, None
+            try:
+                loaded = load_compressed(path)
+            except ValueError as error:
+                problem = str(error)
+            if problem is not None:
+                assert str(path) in problem
+                assert field == "layers" or field in problem or "logical_length" in problem or "layers" in problem
+            else:
+                fine += 1
+                # Numbers that are possible, and a model or a report that is left out.
+                assert field in ("model", "report", "settings", "target_ratio", "achieved_ratio", "seed", "uniform_mix",
+                                 "temperature", "hides", "spent", "resampling", "rounds"), (place, value)  # fmt: skip
+                assert loaded.get_seq_length() == header["logical_length"]
+    assert fine < 60
+
+
+BROKEN = {
+    "values shorter than keys": ("values", lambda it: it[:-1], "values must be .* as the keys"),
+    "values of another dtype": ("values", lambda it: it.half(), r"values must be .* of torch.float32 as the keys"),
+    "flat keys": ("keys", lambda it: it.flatten(), "keys must be a tensor of . dimensions"),
+    "whole numbers": ("keys", lambda it: it.long(), "keys must be floating numbers"),
+    "no width": ("keys", lambda it: it[..., :0], "keys must be floating numbers"),
+    "a NaN weight": ("log_w", lambda it: it.index_fill(0, torch.tensor([3]), torch.nan), "must be finite, got 'NaN'"),
+    "an infinite weight": ("log_w", lambda it: it.index_fill(0, torch.tensor([3]), torch.inf), "log_w must be finite"),
+    "a hidden context": ("log_w", lambda it: it.index_fill(0, torch.tensor([0]), -torch.inf), "log_w must be finite"),
+    "too few weights": ("log_w", lambda it: it[1:], "log_w must be .* of torch.float32"),
+    "double weights": ("log_w", lambda it: it.double(), "log_w must be .* of torch.float32"),
+    "longer segments": ("length", lambda it: it + 1, r"(length must be in|keys must be \d+ entries)"),
+    "an empty segment": ("length", lambda it: it * torch.tensor([0, *[1] * (len(it) - 1)]), "length must be in"),
+    "a negative segment": ("length", lambda it: -it, "length must be in"),
+    "other segments": ("length", lambda it: it.int(), "length must be int64"),
+    "segments of half a row": ("length", lambda it: it[:-1], "length must be int64, a multiple of 2 rows"),
+    "no segments": ("length", lambda it: it[:0], "length must be int64"),
+    "queries of another batch": ("queries", lambda it: it[:1], "queries must be"),
+    "too many queries": ("queries", lambda it: it.repeat(1, 1, 9, 1), "queries must be"),
+    "queries of another width": ("queries", lambda it: it[..., 1:], "queries must be"),
+    "fewer keys": ("keys", lambda it: it[1:], "(keys|values) must be"),
+    "nothing": (None, None, "must be there"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize("layer", ["compressed", "sliding"])
+def test_every_tensor_of_a_file_is_checked(everything, path, kind, layer):
+    """Scenario S61."""
+    header, tensors = everything
+    index = next(index for index, it in enumerate(header["layers"]) if it["kind"] == layer)
+    which, change, message = BROKEN[kind]
+    for name in [it for it in tensors if it.startswith(f"{index}.") and which in (None, it.split(".")[1])]:
+        if which is None and name.endswith("queries"):
+            continue  # without queries a budget begins anew
+        wrong = {key: value for key, value in tensors.items() if key != name}
+        if change is not None:
+            wrong[name] = change(tensors[name]).contiguous()
+        save_file(wrong, path, {"kvpress_prob": json.dumps(header)})
+        with pytest.raises(ValueError, match=message) as error:
+            load_compressed(path)
+        assert str(path) in str(error.value)
+        assert f"{index}." in str(error.value)
+
+
+def test_tensors_of_no_layer_are_refused(everything, path):
+    header, tensors = everything
+    save_file({**tensors, "9.keys": torch.zeros(2)}, path, {"kvpress_prob": json.dumps(header)})
+    with pytest.raises(ValueError, match=r"9.keys must be a tensor of one of the layers"):
         load_compressed(path)
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o002, 0o077, 0o000])
+def test_files_get_the_permissions_of_any_new_file(saved, path, mask):
+    """Scenario S61: safetensors' own writer leaves files to their owner alone."""
+    cache = saved[0]
+    path.unlink()
+    before = os.umask(mask)
+    try:
+        (path.parent / "any").touch()
+        save_compressed(cache, path)
+        save_compressed(cache, path)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode == (path.parent / "any").stat().st_mode
+    assert sorted(it.name for it in path.parent.iterdir()) == ["any", path.name]
 
 
 def test_another_models_cache_is_refused(saved, path):
@@ -188,16 +317,6 @@ def test_a_cache_saved_without_its_model_cannot_be_checked(path):
     save_compressed(compress(tiny_llama(), tokens(20), press_of()), path)
     with pytest.raises(ValueError, match="was saved without model="):
         load_compressed(path, model=tiny_llama())
-
-
-def test_the_fingerprint_is_the_weights_and_the_rotary_embedding():
-    model = tiny_llama()
-    print_ = saving.fingerprint(model)
-    assert saving.fingerprint(copy.deepcopy(model)) == print_
-    model.set_attn_implementation("eager")
-    assert saving.fingerprint(model) == print_
-    model.lm_head.weight[0, 0] += 1
-    assert saving.fingerprint(model) != print_
 
 
 def test_what_cannot_be_saved_is_refused(path):
