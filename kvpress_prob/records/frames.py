@@ -30,7 +30,7 @@ def records_file(results: Path) -> Path:
 
 
 def read_frame(results: Path) -> pd.DataFrame:
-    """One row a record, with the sweep's ``model`` ("" where nothing says it) and ``seed`` -1 for none.
+    """One row a record; ``seed`` is -1 for none, ``model`` and ``length`` are the sweep's ("" and 0 where unknown).
 
     A table without a column ``context`` has one context an example.
 
@@ -41,8 +41,9 @@ def read_frame(results: Path) -> pd.DataFrame:
     """
     file = records_file(results)
     if file.name == RECORDS:
-        model = read_config(results)["model"] if (results / CONFIG).is_file() else ""
-        return records_frame(read_records(results)).assign(model=model)
+        config = read_config(results) if (results / CONFIG).is_file() else {}
+        frame = records_frame(read_records(results))
+        return frame.assign(model=config.get("model", ""), length=config.get("length", 0))
     frame = pd.read_csv(file)
     missing = sorted(set(NEEDED) - set(frame.columns))
     if missing or frame.empty:
@@ -50,7 +51,7 @@ def read_frame(results: Path) -> pd.DataFrame:
     if "context" not in frame.columns:
         frame["context"] = frame["example"]
     frame["seed"] = frame["seed"].fillna(-1).astype(int)
-    return frame if "model" in frame.columns else frame.assign(model="")
+    return frame.assign(**{name: value for name, value in (("model", ""), ("length", 0)) if name not in frame.columns})
 
 
 def records_frame(records: list[Record]) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-r"""From records to the tables of a report, every score with its bootstrap interval over examples.
+r"""From records to the tables of a report, every score with its bootstrap interval over contexts.
 
 *Total score*: the mean over all examples, which is the mean of the tasks' scores weighted by their share of examples
 (arXiv 2608.28293, section 7). *Win score*: on each example a press wins against every other press whose score is not
@@ -7,11 +7,12 @@ of other presses::
 
     win_a = 1 / (n - 1)  mean_tasks  mean_examples  #{b != a : score_b <= score_a}
 
-*Intervals*: 95 % percentile intervals of 2,000 resamples of the examples, drawn within tasks. From a task with ``n``
-examples ``n - 1`` are drawn and weighted ``n / (n - 1)``, so that few examples a task do not make the interval too
-narrow (Rao and Wu, Resampling inference with complex survey data, 1988); a task with one example leaves no interval.
-The same resamples serve every press, so a difference of two presses has a paired interval. Several seeds of a press are
-averaged per example first (for the win score: the wins are).
+*Intervals*: 95 % percentile intervals of 2,000 resamples of the contexts, drawn within tasks: questions about one
+context share its cache and come and go together. From a task with ``n`` contexts ``n - 1`` are drawn and weighted
+``n / (n - 1)``, so that few contexts a task do not make the interval too narrow (Rao and Wu, Resampling inference with
+complex survey data, 1988); a task with one context leaves no interval. The same resamples serve every press, so a
+difference of two presses has a paired interval. Several seeds of a press are averaged per example first (for the win
+score: the wins are).
 """
 
 from dataclasses import asdict, dataclass
@@ -24,6 +25,7 @@ from kvpress_prob.records.schema import NO_PRESS, Record
 RESAMPLES = 2000
 ALL = "all"
 """How tables call the total over all tasks."""
+INDEX = ["task", "context", "example"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def tabulate(records: list[Record]) -> Tables:
     measured = frame[frame["attention_error"].notna()]
     return Tables(
         scores=_scores(scored),
-        wins=_wins(scored),
+        wins=win_scores(scored),
         differences=_differences(scored),
         budgets=_budgets(frame),
         layers=_layers(frame),
@@ -76,7 +78,12 @@ def tabulate(records: list[Record]) -> Tables:
 
 
 def bootstrap_means(
-    values: np.ndarray, weights: np.ndarray, strata: np.ndarray, resamples: int = RESAMPLES, seed: int = 0
+    values: np.ndarray,
+    weights: np.ndarray,
+    strata: np.ndarray,
+    clusters: np.ndarray | None = None,
+    resamples: int = RESAMPLES,
+    seed: int = 0,
 ) -> np.ndarray:
     """Weighted sums of resampled rows.
 
@@ -87,22 +94,27 @@ def bootstrap_means(
     weights : [n]
         What an example counts for in the estimate ``weights @ values``.
     strata : [n]
-        Examples are resampled within equal values.
+        Clusters are resampled within equal values; one over several strata is resampled among those over the same.
+    clusters : [n], optional
+        Rows of equal value are drawn together. Default: every row alone.
     resamples, seed : int
 
     Returns
     -------
     [resamples, k]
-        NaN if a stratum has one row.
+        NaN if a stratum has one cluster.
     """
+    cluster = np.arange(len(values)) if clusters is None else pd.factorize(clusters)[0]
+    of_cluster = pd.Series(strata).groupby(cluster).agg(lambda part: tuple(sorted(set(part), key=str)))
+    stratum = pd.factorize(of_cluster)[0]
     generator = np.random.default_rng(seed)
-    counts = np.zeros((resamples, len(values)))
-    for stratum in np.unique(strata):
-        members = np.flatnonzero(strata == stratum)
+    counts = np.zeros((resamples, len(stratum)))
+    for number in np.unique(stratum):
+        members = np.flatnonzero(stratum == number)
         n = len(members)
         drawn = generator.multinomial(n - 1, np.full(n, 1 / n), size=resamples)
         counts[:, members] = drawn * (n / (n - 1)) if n > 1 else np.nan
-    return (counts * weights) @ values
+    return (counts[:, cluster] * weights) @ values
 
 
 def interval(resampled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -118,9 +130,13 @@ def win_shares(scores: np.ndarray) -> np.ndarray:
 
 
 def _matrix(frame: pd.DataFrame, value: str) -> pd.DataFrame:
-    """Examples by (press, ratio), seeds averaged; only examples that have every column. Indexed by (task, example)."""
-    table = frame.pivot_table(index=["task", "example"], columns=["press", "ratio"], values=value, aggfunc="mean")
-    return table.dropna()
+    """Examples by (press, ratio), seeds averaged; only examples that have every column. Indexed by ``INDEX``."""
+    return frame.pivot_table(index=INDEX, columns=["press", "ratio"], values=value, aggfunc="mean").dropna()
+
+
+def _resampled(table: pd.DataFrame, weights: np.ndarray) -> np.ndarray:
+    tasks, contexts = (table.index.get_level_values(name).to_numpy() for name in ("task", "context"))
+    return bootstrap_means(table.to_numpy(), weights, tasks, contexts)
 
 
 def _scores(frame: pd.DataFrame) -> pd.DataFrame:
@@ -132,9 +148,8 @@ def _scores(frame: pd.DataFrame) -> pd.DataFrame:
     rows = []
     for task in [ALL, *pd.unique(tasks)]:
         part = matrix if task == ALL else matrix[tasks == task]
-        values, strata = part.to_numpy(), part.index.get_level_values("task").to_numpy()
-        weights = np.full(len(part), 1 / len(part))
-        low, high = interval(bootstrap_means(values, weights, strata))
+        values, weights = part.to_numpy(), np.full(len(part), 1 / len(part))
+        low, high = interval(_resampled(part, weights))
         rows += [
             (press, ratio, task, *figures, len(part))
             for (press, ratio), *figures in zip(matrix.columns, weights @ values, low, high, strict=True)
@@ -142,26 +157,26 @@ def _scores(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=columns)
 
 
-def _wins(frame: pd.DataFrame) -> pd.DataFrame:
+def win_scores(frame: pd.DataFrame) -> pd.DataFrame:
     """Win scores among the presses at each ratio; the dense cache does not take part."""
     frame = frame[frame["press"] != NO_PRESS]
     rows = []
     for ratio, part in frame.groupby("ratio"):
         presses = list(dict.fromkeys(part["press"]))
-        wide = part.pivot_table(index=["task", "example", "seed"], columns="press", values="score")[presses]
+        wide = part.pivot_table(index=[*INDEX, "seed"], columns="press", values="score")[presses]
         # A press that draws nothing has one row (seed -1) for all seeds.
-        seeds = wide.groupby(["task", "example"]).ffill()
+        seeds = wide.groupby(INDEX).ffill()
         seeds = seeds.dropna()
         shares = pd.DataFrame(win_shares(seeds.to_numpy()), index=seeds.index, columns=presses)
-        shares = shares.groupby(["task", "example"]).mean()
+        shares = shares.groupby(INDEX).mean()
         if shares.empty:
             continue
         tasks = shares.index.get_level_values("task").to_numpy()
         _, place, sizes = np.unique(tasks, return_inverse=True, return_counts=True)
         weights = 1 / (sizes[place] * len(sizes))
-        values = shares.to_numpy()
-        low, high = interval(bootstrap_means(values, weights, tasks))
-        rows += [(press, ratio, *figures) for press, *figures in zip(presses, weights @ values, low, high, strict=True)]
+        low, high = interval(_resampled(shares, weights))
+        means = weights @ shares.to_numpy()
+        rows += [(press, ratio, *figures) for press, *figures in zip(presses, means, low, high, strict=True)]
     return pd.DataFrame(rows, columns=["press", "ratio", "win", "low", "high"])
 
 
@@ -171,7 +186,6 @@ def _differences(frame: pd.DataFrame) -> pd.DataFrame:
     if matrix.empty:
         return pd.DataFrame(columns=columns)
     dense = matrix[(NO_PRESS, 0.0)] if (NO_PRESS, 0.0) in matrix.columns else None
-    tasks = matrix.index.get_level_values("task").to_numpy()
     weights = np.full(len(matrix), 1 / len(matrix))
     rows = []
     for ratio in dict.fromkeys(ratio for press, ratio in matrix.columns if press != NO_PRESS):
@@ -179,7 +193,7 @@ def _differences(frame: pd.DataFrame) -> pd.DataFrame:
         if dense is not None:
             part = part.assign(**{NO_PRESS: dense})
         values = part.to_numpy()
-        resampled = bootstrap_means(values, weights, tasks)
+        resampled = _resampled(part, weights)
         means = weights @ values
         for a, press in enumerate(part.columns):
             low, high = interval(resampled[:, [a]] - resampled)
@@ -218,8 +232,7 @@ def _errors(frame: pd.DataFrame) -> pd.DataFrame:
     if matrix.empty:
         return pd.DataFrame(columns=columns)
     weights = np.full(len(matrix), 1 / len(matrix))
-    tasks = matrix.index.get_level_values("task").to_numpy()
-    low, high = interval(bootstrap_means(matrix.to_numpy(), weights, tasks))
+    low, high = interval(_resampled(matrix, weights))
     means = weights @ matrix.to_numpy(), low, high, weights @ absolute.to_numpy()
     rows = [(*column, *figures) for column, *figures in zip(matrix.columns, *means, strict=True)]
     return pd.DataFrame(rows, columns=columns)

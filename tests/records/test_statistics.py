@@ -39,6 +39,43 @@ def test_a_single_example_has_no_interval():
     assert tabulate(records).scores[["low", "high"]].isna().all(axis=None)
 
 
+def test_questions_of_a_context_come_together():
+    """The variance of a mean over clusters: that of the mean of the clusters' means."""
+    generator = np.random.default_rng(4)
+    clusters = np.repeat(np.arange(12), 5)
+    values = (generator.normal(size=12)[clusters] + 0.1 * generator.normal(size=60))[:, None]
+    means = values.reshape(12, 5).mean(1)
+    together = bootstrap_means(values, np.full(60, 1 / 60), np.zeros(60), clusters, resamples=20000)
+    assert together.var() == pytest.approx(means.var(ddof=1) / 12, rel=4 * np.sqrt(2 / 20000))
+    alone = bootstrap_means(values, np.full(60, 1 / 60), np.zeros(60), resamples=20000)
+    assert alone.var() < together.var() / 3
+    names = np.array([f"c{cluster}" for cluster in clusters])
+    np.testing.assert_array_equal(
+        together, bootstrap_means(values, np.full(60, 1 / 60), np.zeros(60), names, resamples=20000)
+    )
+
+
+def test_a_context_over_two_tasks_is_its_own_kind():
+    strata, clusters = np.array(["a", "b", "a", "b", "a", "a"]), np.array([0, 0, 1, 1, 2, 3])
+    draws = bootstrap_means(np.eye(6), np.ones(6), strata, clusters)
+    assert (draws[:, 0] == draws[:, 1]).all()
+    assert set(draws[:, 0]) == {0.0, 2.0}
+    assert (draws[:, 0] + draws[:, 2] == 2).all()
+    assert (draws[:, 4] + draws[:, 5] == 2).all()
+    one = bootstrap_means(np.ones((3, 1)), np.ones(3), np.zeros(3), np.zeros(3))
+    assert np.isnan(one).all()
+
+
+def test_tables_resample_contexts():
+    """Two questions of every context: intervals as wide as with one of them."""
+    _, _, records = made_up_run(6)
+    doubled = records + [replace(record, example=record.example + "-again") for record in records]
+    once, twice = tabulate(records).scores, tabulate(doubled).scores
+    assert (twice["examples"] == 2 * once["examples"]).all()
+    for name in ("score", "low", "high"):
+        assert twice[name].tolist() == pytest.approx(once[name].tolist())
+
+
 def test_resamples_are_paired():
     values = np.random.default_rng(0).normal(size=(20, 1))
     draws = bootstrap_means(np.hstack([values, 2 * values]), np.full(20, 1 / 20), np.zeros(20))
