@@ -2,7 +2,7 @@
 
 Writes win scores (``wins.csv``, figures 4 and 7 of arXiv 2608.28293), target and achieved ratio as mean and standard
 deviation (``table_1.csv``), one press against every other at matched measured bytes (``pairs.csv``) with wins, ties and
-losses (``tally.csv``), and measured bytes over SnapKV's (``bytes_over_snapkv.csv`` and ``.png``).
+losses (``tally.csv``), and, where SnapKV ran, measured bytes over its (``bytes_over_snapkv.csv`` and ``.png``).
 """
 
 import argparse
@@ -32,21 +32,22 @@ def main(argv: list[str] | None = None) -> None:
     pairs = matched_pairs(frame, options.press, tolerance=options.tolerance)
     counts = tally(pairs)
     wins = win_scores(frame[frame["score"].notna()])
-    times = bytes_over(frame, options.reference)
     ratios = ratio_table(frame)
     output.mkdir(parents=True, exist_ok=True)
-    tables = {"wins": wins, "pairs": pairs, "tally": counts, f"bytes_over_{options.reference}": times}
-    for name, table in tables.items():
+    for name, table in (("wins", wins), ("pairs", pairs), ("tally", counts)):
         table.to_csv(output / f"{name}.csv", index=False, float_format="%.6g")
     ratios.to_csv(output / "table_1.csv")
-    masked = set(frame.loc[frame["masked"], "press"])
-    styles = styles_of(list(dict.fromkeys(frame["press"])), masked)
-    figure = with_legend(bytes_over_reference(times, styles, options.reference), styles)
-    figure.savefig(output / f"bytes_over_{options.reference}.png", dpi=150)
     show("win score (ties count as wins)", wins.pivot_table(index="press", columns="ratio", values="win"), 2)
     show(f"{options.press} at matched bytes", counts.set_index("other"), 1)
-    show(f"bytes over {options.reference}'s", times.pivot_table(index="press", columns="ratio", values="times"), 2)
     show("target and achieved ratio", ratios)
+    presses = list(dict.fromkeys(frame["press"]))
+    if options.reference in presses:
+        times = bytes_over(frame, options.reference)
+        times.to_csv(output / f"bytes_over_{options.reference}.csv", index=False, float_format="%.6g")
+        styles = styles_of(presses, set(frame.loc[frame["masked"], "press"]))
+        figure = with_legend(bytes_over_reference(times, styles, options.reference), styles)
+        figure.savefig(output / f"bytes_over_{options.reference}.png", dpi=150)
+        show(f"bytes over {options.reference}'s", times.pivot_table(index="press", columns="ratio", values="times"), 2)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ from kvpress_prob.records import NO_PRESS, Record, read_config, read_records
 from kvpress_prob.records.statistics import ALL, Tables, tabulate
 
 KEPT = (
-    "task", "example", "press", "ratio", "seed", "masked", "achieved_ratio", "context_tokens", "dense_bytes",
-    "cache_bytes", "prefill_ms", "score_ms", "compress_ms", "score", "config", "versions", "git_commit",
+    "task", "example", "context", "press", "ratio", "seed", "query_aware", "masked", "achieved_ratio", "context_tokens",
+    "dense_bytes", "cache_bytes", "prefill_ms", "score_ms", "compress_ms", "score", "config", "versions",
+    "git_commit",
 )  # fmt: skip
 
 
