@@ -11,7 +11,7 @@ from pathlib import Path
 from benchmarks.running import show
 from kvpress_prob.plots.accounting import bytes_over_reference
 from kvpress_prob.plots.figures import with_legend
-from kvpress_prob.plots.style import styles_of
+from kvpress_prob.plots.style import press_styles
 from kvpress_prob.records.accounting import bytes_over, matched_pairs, ratio_table, tally
 from kvpress_prob.records.frames import read_frame
 from kvpress_prob.records.statistics import win_scores
@@ -44,7 +44,8 @@ def main(argv: list[str] | None = None) -> None:
     if options.reference in presses:
         times = bytes_over(frame, options.reference)
         times.to_csv(output / f"bytes_over_{options.reference}.csv", index=False, float_format="%.6g")
-        styles = styles_of(presses, set(frame.loc[frame["masked"], "press"]))
+        drawn = {press for press in presses if press.startswith("prob_")}  # what a pooled table still says
+        styles = press_styles(presses, set(frame.loc[frame["masked"], "press"]), drawn)
         figure = with_legend(bytes_over_reference(times, styles, options.reference), styles)
         figure.savefig(output / f"bytes_over_{options.reference}.png", dpi=150)
         show(f"bytes over {options.reference}'s", times.pivot_table(index="press", columns="ratio", values="times"), 2)

@@ -35,6 +35,11 @@ def styles_of(records: list[Record]) -> dict[str, Style]:
     presses = list(dict.fromkeys(record.press for record in records))
     masked = {record.press for record in records if record.masked}
     weighted = {record.press for record in records if record.effective_fraction is not None}
+    return press_styles(presses, masked, weighted)
+
+
+def press_styles(presses: list[str], masked: set[str], weighted: set[str]) -> dict[str, Style]:
+    """Styles by press, in the given order; ``masked`` hold what they hide, ``weighted`` weigh what they keep."""
     styles = {}
     shown = 0
     for index, press in enumerate(presses):

@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.accounting import main
 from kvpress_prob.plots.accounting import bytes_over_reference
-from kvpress_prob.plots.style import styles_of
+from kvpress_prob.plots.style import press_styles
 from kvpress_prob.records.accounting import bytes_over, matched_pairs, ratio_table, tally
 from kvpress_prob.records.frames import read_frame, records_frame
 from tests.helpers.records import made_up_run
@@ -90,7 +90,7 @@ def test_bytes_over_and_figure():
     times = bytes_over(frame)
     assert times[["press", "ratio"]].values.tolist() == [["snapkv", 0.5], ["snapkv", 0.9], ["kvzip", 0.9]]
     assert times["times"].tolist() == pytest.approx([1, 1, 19.9])
-    axes = bytes_over_reference(times, styles_of(["snapkv", "kvzip"], {"kvzip"})).axes[0]
+    axes = bytes_over_reference(times, press_styles(["snapkv", "kvzip"], {"kvzip"}, set())).axes[0]
     assert axes.get_yscale() == "log"
     assert [line.get_ydata().tolist() for line in axes.get_lines()[:2]] == [[1.0, 1.0], [pytest.approx(19.9)]]
     with pytest.raises(ValueError, match=r"reference must be among \['kvzip', 'no_press', 'snapkv'\], got 'tova'"):
