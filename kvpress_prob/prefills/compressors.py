@@ -73,12 +73,16 @@ def compressor(press: BasePress | None, shared: SharedPrefill) -> Compressor:
     Raises
     ------
     ValueError
-        If kvpress would let the press compress sliding-window layers too, which a shared prefill does not, or if it
-        has no compression ratio.
+        If kvpress would let the press compress sliding-window layers too, which a shared prefill does not, if it has
+        no compression ratio, or a budget of its own.
     """
     if press is None:
         return _Dense(shared)
     if isinstance(press, ProbabilisticPress):
+        if press.entries_per_head is not None:
+            raise ValueError(
+                f"press must get its budget when it compresses, got entries_per_head={press.entries_per_head}"
+            )
         return _Probabilistic(press, shared)
     if isinstance(press, PhysicalPress):
         return _Physical(press, shared)
@@ -88,6 +92,14 @@ def compressor(press: BasePress | None, shared: SharedPrefill) -> Compressor:
     if isinstance(press, KVzipPress):
         return _KVzip(press, shared)
     return _Hooks(press, shared)
+
+
+def ratio_of_entries(entries: int, tokens: int) -> float:
+    """The compression ratio at which a head keeps ``entries`` of ``tokens`` on average; 0 where they are no more.
+
+    A millionth of an entry more, since kvpress rounds what is kept down.
+    """
+    return max(0.0, 1 - (entries + 1e-6) / tokens)
 
 
 def draws(press: BasePress | None) -> bool:

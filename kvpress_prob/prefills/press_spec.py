@@ -137,7 +137,7 @@ def _changed(owner: Any, options: dict[str, Any]) -> Any:
     elif is_dataclass(owner):
         allowed = [entry.name for entry in fields(owner) if entry.init and not entry.name.startswith("_")]
         if isinstance(owner, BasePress):
-            allowed = [name for name in allowed if name not in ("seed", "compression_ratio")]
+            allowed = [name for name in allowed if name not in ("seed", "compression_ratio", "entries_per_head")]
         values = {}
     else:
         allowed, values = [], {}
@@ -146,7 +146,7 @@ def _changed(owner: Any, options: dict[str, Any]) -> Any:
         if name not in allowed:
             raise ValueError(
                 f"options of {type(owner).__name__} must be among {allowed} (a sweep sets "
-                f"compression_ratio and seed itself), got {key!r}"
+                f"budget and seed itself), got {key!r}"
             )
         current = values[name] if name in values else getattr(owner, name)
         if not rest and not isinstance(owner, list):

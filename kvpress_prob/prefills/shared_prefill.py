@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from kvpress_prob.hf import LayerPrefill, Prefill, cache_bytes, decoder_of, watch_prefills
+from kvpress_prob.hf import LayerPrefill, Prefill, RaggedLayer, cache_bytes, decoder_of, watch_prefills
 from kvpress_prob.hf.rotary import reachable_rotary
 from kvpress_prob.presses.compression import Compression
 
@@ -77,6 +77,25 @@ class Compressed:
     effective_fraction: float | None
     nbytes: int
     costs: Costs
+
+
+def padded_ratio(compressed: Compressed, layers: list[int]) -> float:
+    """Entries that caches with one length for all heads of a layer would hold, over the entries that are kept and not
+    hidden."""
+    hidden = {int(cast(Any, module).layer_idx): indices[1] for module, indices in compressed.masked.items()}
+    padded = total = 0
+    for index in layers:
+        layer = compressed.cache.layers[index]
+        if isinstance(layer, RaggedLayer):
+            kept = layer.store.length.cpu()
+        else:
+            keys = cast(Tensor, layer.keys)
+            kept = torch.full((keys.shape[1],), keys.shape[2])
+            if index in hidden:
+                kept -= torch.bincount(hidden[index].cpu(), minlength=len(kept))
+        padded += int(kept.max()) * len(kept)
+        total += int(kept.sum())
+    return padded / max(total, 1)
 
 
 class SharedPrefill:

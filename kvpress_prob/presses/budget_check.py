@@ -47,7 +47,7 @@ def budget_warning(figures: Tensor, group: Tensor, entries: int, compression_rat
     wanted = (1 - compression_ratio) * entries * heads
     achieved = 1 - float(kept.sum()) / (entries * len(group))
     result = f"the compression ratio is {achieved:.3f} instead of {compression_ratio:.3f}"
-    if (over := protected > torch.maximum(wanted, heads)).any():
+    if (over := protected > torch.maximum(wanted, heads) + 0.5).any():
         return (
             f"protected entries alone exceed the budget, {int(protected[over].sum())} against "
             f"{float(wanted[over].sum()):.0f}: {result}. Protect fewer (the scorer's window or sinks, n_sink, n_recent)"

@@ -7,6 +7,7 @@ them and evicts. One prefill can thus be packed several times, into copies of it
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -45,9 +46,11 @@ class Compression:
 
     def layer(self, layer: LayerPrefill) -> None:
         """Score one layer."""
-        if self.press.compression_ratio == 0:
+        if not self.press.evicts:
             return
         if self.padding is None:
+            if self.press.entries_per_head is not None:
+                self.press.prepare_scorers(self.press.ratio_of(layer.keys.shape[2]))
             self.padding = [0] * len(layer.keys) if layer.valid is None else (~layer.valid).sum(-1).tolist()
         for component, scores in zip(self.components, self.scores, strict=True):
             if not _needs_pass(component.press):
@@ -58,7 +61,7 @@ class Compression:
 
         The prefill's cache is read and not changed.
         """
-        if self.press.compression_ratio == 0 or not prefill.layers:
+        if not self.press.evicts or not prefill.layers:
             return
         for index, component in enumerate(self.components):
             if _needs_pass(component.press):
@@ -99,28 +102,31 @@ class Compression:
         prefill : Prefill
             Its cache holds the context that the gathered proposals belong to, dense.
         compression_ratio : float
-            In [0, 1); 0 leaves the cache as it is.
+            In [0, 1); 0 leaves the cache as it is. A press with ``entries_per_head`` has its own for every batch row.
         seed : int or None
             None takes a fresh seed from the operating system.
         """
         seed = torch.Generator().seed() if seed is None else seed
         lengths = prefill.valid.sum(-1).tolist()
         before = cache_bytes(prefill.cache)
-        if compression_ratio and not prefill.layers:
+        ratios = [compression_ratio] * len(lengths)
+        if self.press.entries_per_head is not None:
+            ratios = [self.press.ratio_of(length) for length in lengths]
+        if any(ratios) and not prefill.layers:
             name = type(prefill.model).__name__
             warnings.warn(f"every layer of {name} has a sliding window: nothing is evicted", stacklevel=2)
-        if compression_ratio == 0 or not prefill.layers:
+        if not any(ratios) or not prefill.layers:
             kept, effective, draws = _everything(prefill, lengths), None, None
             if self.press.decoding is not None:
                 self._pack_everything(prefill, lengths, seed)
         else:
             rows, figures = [], []
-            for row, length in enumerate(lengths):
+            for row, (length, ratio) in enumerate(zip(lengths, ratios, strict=True)):
                 # The streams know nothing of batch rows, so a row is drawn as it would be alone.
-                drawn, counted = self._draw_row(row, length, compression_ratio, seed)
+                drawn, counted = self._draw_row(row, length, ratio, seed)
                 rows.append(drawn)
                 figures.append(counted)
-            self._warn(figures, lengths, compression_ratio)
+            self._warn(figures, lengths, ratios)
             self._pack_layers(prefill, rows, lengths, seed)
             kv_heads = self.take_all[0].shape[1]
             kept = _by_layer([row.kept.sum(-1) for row in rows], kv_heads)
@@ -130,7 +136,7 @@ class Compression:
         press = self.press
         scorers = " + ".join(type(component.press).__name__ for component in self.components)
         return CompressionReport(
-            target_ratio=compression_ratio,
+            target_ratio=sum(ratio * length for ratio, length in zip(ratios, lengths, strict=True)) / sum(lengths),
             context_lengths=lengths,
             layers=prefill.layers,
             kept=kept,
@@ -142,11 +148,11 @@ class Compression:
             settings=f"{scorers}, {press.sampler}, {press.correction}, {press.allocation}",
         )
 
-    def _warn(self, figures: list[Tensor], lengths: list[int], compression_ratio: float) -> None:
+    def _warn(self, figures: list[Tensor], lengths: list[int], ratios: list[float]) -> None:
         """One warning when what was asked for cannot be had."""
         groups = groups_of(self.press.allocation, self._layer_of_head())
-        for counted, length in zip(torch.stack(figures).cpu(), lengths, strict=True):
-            message = budget_warning(counted, groups, length, compression_ratio)
+        for counted, length, ratio in zip(torch.stack(figures).cpu(), lengths, ratios, strict=True):
+            message = budget_warning(counted, groups, length, ratio)
             if message:
                 warnings.warn(message, stacklevel=2)
                 return
@@ -168,6 +174,11 @@ class Compression:
             for component, log_a, share in zip(self.components, self.log_weights, shares, strict=True)
         ]
         take_all = heads(self.take_all)
+        if compression_ratio == 0:
+            # A row that fits its budget keeps what has no score above 0 too.
+            take_all = torch.ones_like(take_all)
+            nothing = torch.full_like(proposals[0].weights, -torch.inf)
+            proposals = [replace(proposal, weights=nothing) for proposal in proposals]
         layers, kv_heads = len(self.take_all), self.take_all[0].shape[1]
         layer = torch.arange(layers, device=device).unsqueeze(-1).expand(-1, kv_heads).flatten()
         head = torch.arange(kv_heads, device=device).repeat(layers)

@@ -80,6 +80,10 @@ class ProbabilisticPress(BasePress):
     decoding : DecodingBudget, optional, default=None
         Bound the cache while decoding: layers that grow past the budget are sampled again, with this press' sampler,
         correction, temperature, uniform mix and sinks. None keeps every token that is appended.
+    entries_per_head : int, optional, default=None
+        The budget as entries that a head keeps on average, in place of ``compression_ratio``: of a context of t tokens,
+        batch row by batch row, the share ``min(1, entries_per_head / t)``. With no more than ``n_sink + n_recent``
+        entries those are all that is kept.
 
     Attributes
     ----------
@@ -103,6 +107,7 @@ class ProbabilisticPress(BasePress):
     combine: Combine = "union"
     calibrate: bool = False
     decoding: DecodingBudget | None = None
+    entries_per_head: int | None = None
     report: CompressionReport | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -117,6 +122,13 @@ class ProbabilisticPress(BasePress):
 
     def _check(self) -> None:
         check_ratio(self.compression_ratio)
+        if self.entries_per_head is not None:
+            if not isinstance(self.entries_per_head, int) or self.entries_per_head < 1:
+                raise ValueError(f"entries_per_head must be None or an integer >= 1, got {self.entries_per_head!r}")
+            if self.compression_ratio:
+                raise ValueError(
+                    f"compression_ratio must be 0 where entries_per_head is given, got {self.compression_ratio}"
+                )
         check_temperature("temperature", self.temperature)
         for name, value, allowed in (
             ("sampler", self.sampler, SAMPLERS),
@@ -150,6 +162,17 @@ class ProbabilisticPress(BasePress):
                     f"decoding.max_entries must be more than interval + queries + n_sink = {certain}, "
                     f"got {self.decoding.max_entries}"
                 )
+
+    @property
+    def evicts(self) -> bool:
+        """Whether there is a budget at all."""
+        return self.compression_ratio > 0 or self.entries_per_head is not None
+
+    def ratio_of(self, tokens: int) -> float:
+        """The compression ratio of a context."""
+        if self.entries_per_head is None:
+            return self.compression_ratio
+        return max(0.0, 1 - self.entries_per_head / tokens)
 
     def _check_components(self) -> None:
         if isinstance(self.press, list):

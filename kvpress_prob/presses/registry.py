@@ -6,7 +6,8 @@ rows that read it; ``prob_learned`` reads the first off the hidden states and ma
 ``prob_fast`` reads only. The other ``prob_*`` wrap kvpress' own scorers; ``prob_kvzip`` is KVzip's scores and selection
 without its prompt, and memory that drops. ``lore`` is LORE-KV: the cost of deleting an entry, behind the output
 projection, over what the model would say next; every head keeps as many, the largest. ``prob_lore`` draws from the same
-costs and weighs what it kept.
+costs and weighs what it kept. ``contourkv`` and ``contourkv_window`` are ContourKV: KVzip's scores or SnapKV's, one
+threshold for the heads of all layers, and the newest 32 entries of each; give them ``entries_per_head``.
 
 ``PHYSICAL_PRESSES`` are kvpress' own presses that hide entries, by the names and with the settings of its evaluation
 registry, in a ``PhysicalPress``: the same answers, and memory that drops.
@@ -50,6 +51,13 @@ def _lookahead() -> AttentionPress:
     return AttentionPress(source=Lookahead(), statistic="output_change", project=True)
 
 
+def _contour(scorer: ScorerPress, seed: int | None) -> ProbabilisticPress:
+    """One threshold for all heads of all layers, beside the newest 32 entries of each."""
+    return ProbabilisticPress(
+        scorer, sampler="top_k", correction="none", budget_weighting="score", n_recent=32, seed=seed
+    )
+
+
 def reconstruction_share(compression_ratio: float) -> float:
     """Share of the budget of ``prob_best`` that goes to what a question may look up: 0.55 at r = 0.5, 0.93 at r = 0.9.
 
@@ -85,6 +93,10 @@ PRESSES: dict[str, Callable[[int | None], ProbabilisticPress]] = {
     "prob_kvzip": lambda seed: ProbabilisticPress(
         _reconstruction(), sampler="top_k", correction="none", budget_weighting="score", n_sink=4, seed=seed
     ),
+    "contourkv": lambda seed: _contour(
+        AttentionPress(source=Reconstruction(prompt="kvzip", n_sink=4), statistic="max"), seed
+    ),
+    "contourkv_window": lambda seed: _contour(SnapKVPress(window_size=32), seed),
     "lore": lambda seed: ProbabilisticPress(
         _lookahead(), sampler="top_k", correction="none", allocation="head", seed=seed
     ),

@@ -67,6 +67,12 @@ class CompressionReport:
         """Effective sample size of all heads' weights over the kept entries."""
         return float(self.effective.sum() / self.kept.sum().clamp(min=1))
 
+    @property
+    def padded_ratio(self) -> float:
+        """Entries that caches with one length for all heads of a layer would hold, over kept entries."""
+        padded = self.kept.amax(-1) * self.kept.shape[2] if self.kept.numel() else self.kept
+        return int(padded.sum()) / max(int(self.kept.sum()), 1)
+
     def __str__(self) -> str:
         kept = self.kept.double()
         lines = [
@@ -79,6 +85,7 @@ class CompressionReport:
                 if kept.numel()
                 else ""
             ),
+            f"  padded   {self.padded_ratio:.2f} times as many, if a layer had one length for all heads",
             f"  memory   {self.bytes_before / 1e6:.2f} MB -> {self.bytes_after / 1e6:.2f} MB",
             f"  weights  effective sample size {self.effective_fraction:.1%} of kept"
             + ("" if self.seed is None else f"; seed {self.seed}"),

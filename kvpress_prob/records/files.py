@@ -15,7 +15,7 @@ import io
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
@@ -130,8 +130,9 @@ def parse_object(line: bytes, path: Path, number: int) -> dict[str, Any]:
 def parse_line(kind: type[Row], line: bytes, path: Path, number: int) -> Row:
     """An example or a record from its line; ``ValueError`` names file, line and field if it is none."""
     row, hints = parse_object(line, path, number), _hints(kind)
-    if set(row) != set(hints):
-        odd = sorted(set(row) ^ set(hints))
+    needed = {entry.name for entry in fields(kind) if entry.default is MISSING}
+    if not needed <= set(row) <= set(hints):
+        odd = sorted((set(row) - set(hints)) | (needed - set(row)))
         raise ValueError(f"'{path}', line {number}: fields must be the schema's, got a difference in {odd}")
     for name, value in row.items():
         if not fits(value, hints[name]):

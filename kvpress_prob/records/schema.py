@@ -60,7 +60,8 @@ class Record:
     press : str
         Label of the press in the configuration.
     ratio : float
-        Target compression ratio.
+        Target compression ratio. Where the budget is a number of entries, that of a context of the configuration's
+        ``length``; the context's own follows from ``achieved_ratio``.
     seed : int or None
         None for a press that draws nothing.
     query_aware : bool
@@ -100,6 +101,9 @@ class Record:
         Hash of the configuration.
     versions : str
     git_commit : str or None
+    padded_ratio : float or None
+        Entries that caches with one length for all heads of a layer would hold, over kept entries; None in records of
+        before it was measured.
     """
 
     example: str
@@ -132,6 +136,7 @@ class Record:
     config: str
     versions: str = field(default_factory=versions)
     git_commit: str | None = field(default_factory=git_commit)
+    padded_ratio: float | None = None
 
     @property
     def key(self) -> Key:

@@ -5,12 +5,13 @@ Repeating a text, a model looks up what it is about to write, so every fact of t
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from kvpress_prob.hf import AttentionInputs, Prefill, second_pass
 from kvpress_prob.maths.sampling import systematic_sample
@@ -34,9 +35,10 @@ class Reconstruction:
     fraction : float, default=1.0
         Share of the context that is repeated, in (0, 1]: an evenly spread sample of stretches of 64 tokens, for
         proportionally less time. Entries that no repeated row looks up get low scores.
-    prompt : callable, optional, default=None
-        What is said before a chunk is repeated (``kvzip_prompt``). None says nothing: a text that begins again is
-        repeated without being asked.
+    prompt : callable or "kvzip", optional, default=None
+        What is said before a chunk is repeated. "kvzip" is KVzip's request, and its ``skip``, by the tokenizer that the
+        model was loaded beside (``kvzip_prompt``). None says nothing: a text that begins again is repeated without
+        being asked.
     skip : int, default=0
         First tokens of the context, a chat template's, that are not repeated.
     n_sink : int, optional, default=None
@@ -46,7 +48,7 @@ class Reconstruction:
 
     chunk_size: int = 2048
     fraction: float = 1.0
-    prompt: Prompt | None = None
+    prompt: Prompt | Literal["kvzip"] | None = None
     skip: int = 0
     n_sink: int | None = None
 
@@ -59,6 +61,11 @@ class Reconstruction:
             if not isinstance(value, int | None) or (value is not None and value < 0):
                 raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
 
+        if self.prompt == "kvzip" and self.skip:
+            raise ValueError(f"skip must be 0 with prompt='kvzip', which has its own, got {self.skip}")
+        if self.prompt is not None and self.prompt != "kvzip" and not callable(self.prompt):
+            raise ValueError(f"prompt must be None, 'kvzip' or callable, got {self.prompt!r}")
+
     def run(self, prefill: Prefill, visit: Visit) -> None:
         """Repeat the context; see ``PassSource``.
 
@@ -70,6 +77,9 @@ class Reconstruction:
         ids = prefill.input_ids
         if ids is None:
             raise ValueError("input_ids must be given to the model for a reconstruction, got inputs_embeds")
+        if self.prompt == "kvzip":
+            prompt, skip = _prompt_of(prefill.model.config.name_or_path)
+            return replace(self, prompt=prompt, skip=skip).run(prefill, visit)
         t = ids.shape[1]
         starts = range(min(self.skip, t - 1), t, self.chunk_size)
         fed = [self._fed(ids, start) for start in starts]
@@ -109,6 +119,15 @@ def _attend(
     weights = keys.new_full((keys.shape[0], inputs.query.shape[2]), 1 / total, dtype=torch.float64)
     rows = QueryRows(inputs.query, keys, values, t, weights, inputs.scaling, inputs.softcap, scope=scope)
     return visit(layer, rows)
+
+
+@lru_cache(maxsize=8)
+def _prompt_of(model: str) -> tuple[Prompt, int]:
+    """``kvzip_prompt`` of a model's tokenizer, which is where the model is, as KVzip finds it."""
+    try:
+        return kvzip_prompt(AutoTokenizer.from_pretrained(model))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"prompt='kvzip' needs a tokenizer beside the model {model!r}, got none") from error
 
 
 def kvzip_prompt(tokenizer: Any) -> tuple[Prompt, int]:

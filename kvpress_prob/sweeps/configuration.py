@@ -34,6 +34,9 @@ class SweepConfig:
         Names, or mappings with ``press``, ``options`` and ``label``.
     ratios : list of float
         Compression ratios of every press but ``no_press``.
+    entries : list of int, optional
+        In place of ratios, budgets as entries that a head keeps on average, whatever the context's length. Records name
+        them by the ratio that they are of a context of ``length`` tokens.
     seeds : list of int
         Seeds of the presses that draw; others run once.
     benchmark : {"ruler", "longbench"}
@@ -71,7 +74,8 @@ class SweepConfig:
     name: str
     model: str
     presses: list[str | PressSpec]
-    ratios: list[float]
+    ratios: list[float] = field(default_factory=list)
+    entries: list[int] | None = None
     seeds: list[int] = field(default_factory=lambda: [0])
     benchmark: Benchmark = "ruler"
     data: str = "hub"
@@ -104,7 +108,10 @@ class SweepConfig:
         for name in ("length", "examples_per_task", "max_context_tokens", "max_new_tokens", "batch_rows"):
             if getattr(self, name) is not None or name in ("length", "batch_rows"):
                 check_count(name, getattr(self, name))
-        check_ratios(self.ratios, zero=True)
+        if self.entries is None:
+            check_ratios(self.ratios, zero=True)
+        else:
+            self._check_entries(self.entries)
         check_seeds("seeds", self.seeds)
         check_seeds("data_seed", [self.data_seed])
         if self.tasks is not None:
@@ -123,11 +130,21 @@ class SweepConfig:
         for spec in self.specs:
             spec.build()
 
+    def _check_entries(self, values: list[int]) -> None:
+        if self.ratios:
+            raise ValueError(f"ratios must be empty where entries are given, got {self.ratios}")
+        check_list("entries", values)
+        for value in values:
+            check_count("entries", value)
+            if value >= self.length:
+                raise ValueError(f"entries must be fewer than length = {self.length}, got {value}")
+
     @property
     def specs(self) -> list[PressSpec]:
         """The presses, names spelt out."""
         return [PressSpec(press) if isinstance(press, str) else press for press in self.presses]
 
     def plain(self) -> dict[str, Any]:
-        """As plain values, for saving and hashing."""
-        return asdict(self)
+        """As plain values, for saving and hashing; without entries as before there were any."""
+        plain = asdict(self)
+        return plain if self.entries is not None else {name: it for name, it in plain.items() if name != "entries"}

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 from kvpress_prob.examples.loading import load_examples
 from kvpress_prob.models.loading import load_tokenizer
-from kvpress_prob.prefills.compressors import draws
+from kvpress_prob.prefills.compressors import draws, ratio_of_entries
 from kvpress_prob.prefills.press_spec import PressSpec
 from kvpress_prob.records import NO_PRESS, Example, Key
 from kvpress_prob.sweeps.configuration import SweepConfig
@@ -41,11 +41,16 @@ def _with_question_inside(example: Example) -> Example:
 
 @dataclass(frozen=True)
 class Setting:
-    """One press at one ratio and seed."""
+    """One press at one budget and seed; ``ratio`` is nominal where the budget is a number of entries."""
 
     spec: PressSpec
     ratio: float
     seed: int | None
+    entries: int | None = None
+
+    def ratio_of(self, tokens: int) -> float:
+        """The compression ratio of a context."""
+        return self.ratio if self.entries is None else ratio_of_entries(self.entries, tokens)
 
 
 @dataclass(frozen=True)
@@ -70,9 +75,13 @@ def settings_of(config: SweepConfig) -> list[Setting]:
     """All settings in the order in which they are run: press by press."""
     settings = []
     for spec in config.specs:
-        ratios = [0.0] if spec.press == NO_PRESS else config.ratios
+        budgets: list[tuple[float, int | None]] = [(ratio, None) for ratio in config.ratios]
+        if config.entries is not None:
+            budgets = [(round(1 - entries / config.length, 6), entries) for entries in config.entries]
+        if spec.press == NO_PRESS:
+            budgets = [(0.0, None)]
         seeds: list[int | None] = list(config.seeds) if draws(spec.build()) else [None]
-        settings += [Setting(spec, ratio, seed) for ratio in ratios for seed in seeds]
+        settings += [Setting(spec, ratio, seed, entries) for ratio, entries in budgets for seed in seeds]
     return settings
 
 

@@ -11,7 +11,7 @@ from kvpress_prob.models.loading import load_pipeline
 from kvpress_prob.prefills.attention_error import AttentionError, DenseQuestion, attention_errors
 from kvpress_prob.prefills.compressors import Compressor, compressor
 from kvpress_prob.prefills.decoding import Answer, RowBatch, decode_batch, decode_single
-from kvpress_prob.prefills.shared_prefill import Compressed, SharedPrefill
+from kvpress_prob.prefills.shared_prefill import Compressed, SharedPrefill, padded_ratio
 from kvpress_prob.records import Example, Record, config_hash, text_hash
 from kvpress_prob.sweeps.configuration import SweepConfig
 from kvpress_prob.sweeps.plan import Setting, Unit
@@ -39,7 +39,7 @@ class Worker:
             for setting in unit.settings:
                 if setting.spec.name not in presses:
                     presses[setting.spec.name] = compressor(setting.spec.build(), shared)
-                rows.append(presses[setting.spec.name].compress(setting.ratio, setting.seed))
+                rows.append(presses[setting.spec.name].compress(setting.ratio_of(shared.tokens), setting.seed))
             yield self._records(shared, unit, rows)
 
     def _records(self, shared: SharedPrefill, unit: Unit, rows: list[Compressed]) -> list[Record]:
@@ -113,6 +113,7 @@ class Worker:
             attention_error=None if error is None else error.relative,
             attention_error_abs=None if error is None else error.absolute,
             config=self.hash,
+            padded_ratio=round(padded_ratio(row, shared.prefill.layers), 4),
         )
 
     def _ids(self, context: str, question: str, answer_prefix: str) -> tuple[torch.Tensor, torch.Tensor]:

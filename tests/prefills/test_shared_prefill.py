@@ -38,7 +38,7 @@ def test_copies_leave_the_prefill_alone(shared, name):
     before = [(layer.keys.clone(), layer.values.clone()) for layer in shared.prefill.cache.layers]
     one = compressor(PressSpec(name).build(), shared)
     first = one.compress(0.5, 3)
-    one.compress(0.75, 4)
+    one.compress(0.7, 4)
     for layer, (keys, values) in zip(shared.prefill.cache.layers, before, strict=True):
         assert torch.equal(layer.keys, keys)
         assert torch.equal(layer.values, values)

@@ -364,10 +364,10 @@ def test_is_not_a_per_layer_press():
 
 
 @pytest.mark.parametrize("name", sorted(PRESSES))
-def test_every_registered_press_compresses(name):
+def test_every_registered_press_compresses(name, pipe):
     press = make_press(name, 0.5)
     assert make_press(name) is not make_press(name)
-    run(press, length=140)
+    run(press, length=140, model=pipe.model if name == "contourkv" else None)  # whose prompt needs a tokenizer
     assert press.report.achieved_ratio == pytest.approx(0.5, abs=0.06)
 
 

@@ -1,6 +1,7 @@
 """A sweep's predictions are those of every press run alone through kvpress' pipeline."""
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -178,15 +179,66 @@ def test_nothing_is_left_on_the_model(pipe, model_folder, ruler_file):
     assert pipe.model.config._attn_implementation == "sdpa"
 
 
+def test_budgets_in_entries(pipe, model_folder, ruler_file, tmp_path):
+    """Every context keeps as many, whatever its length; records say what they would be in a nominal context."""
+    presses = [NO_PRESS, "contourkv_window", "prob_fast", "snapkv", "adakv_snapkv_physical", "kvzip_physical", "h2o"]
+    config = sweep_config(
+        model_folder, ruler_file, presses=presses, ratios=[], entries=[66, 100, 4000], length=4096, decode="single"
+    )
+    folder = run_sweep(config, tmp_path, progress=False)
+    records = read_records(folder)
+    ratios = {66: 0.983887, 100: 0.975586, 4000: 0.023438}
+    assert {record.ratio for record in records} == {0.0, *ratios.values()}
+    for record in records:
+        entries = next((it for it, ratio in ratios.items() if ratio == record.ratio), record.context_tokens)
+        kept = (1 - record.achieved_ratio) * record.context_tokens
+        slack = 1 if record.press == "prob_fast" else 0.3  # a draw is off by up to an entry a head
+        assert kept == pytest.approx(min(entries, record.context_tokens), abs=slack), record.press
+        even = record.press in (NO_PRESS, "snapkv", "h2o") or entries > record.context_tokens
+        assert (record.padded_ratio == 1) == even
+        assert not record.masked
+    again = run_sweep(config, tmp_path, progress=False)
+    assert again == folder
+    assert read_records(folder) == records
+
+
+def test_masked_and_evicted_copies_have_one_padded_ratio(pipe, model_folder, ruler_file):
+    presses = ["adakv_snapkv", "adakv_snapkv_physical"]
+    config = sweep_config(model_folder, ruler_file, presses=presses, ratios=[0.5])
+    (rows,) = Worker(config, pipe).run(plan(config, examples_of(config))[0])
+    masked, evicted = (record for record in rows if record.example == rows[0].example)
+    assert masked.padded_ratio == evicted.padded_ratio > 1
+
+
+def test_a_configuration_without_entries_has_the_hash_it_had(model_folder, ruler_file):
+    assert "entries" not in sweep_config(model_folder, ruler_file).plain()
+    assert sweep_config(model_folder, ruler_file, ratios=[], entries=[64]).plain()["entries"] == [64]
+
+
+def test_records_of_before_padded_ratios_are_read(pipe, model_folder, ruler_file, tmp_path):
+    folder = run_sweep(sweep_config(model_folder, ruler_file, presses=["knorm"]), tmp_path, progress=False)
+    file = folder / "records.jsonl"
+    file.write_text(re.sub(r',"padded_ratio":[0-9.]+', "", file.read_text()))
+    assert {record.padded_ratio for record in read_records(folder)} == {None}
+    file.write_text(re.sub(r',"config":"[^"]+"', "", file.read_text()))
+    with pytest.raises(ValueError, match=r"line 1: fields must be the schema's, got a difference in \['config'\]"):
+        read_records(folder)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"entries": [64]}, r"ratios must be empty where entries are given, got \[0.3, 0.7\]"),
+        ({"ratios": [], "entries": [0]}, "entries must be at least 1, got 0"),
+        ({"ratios": [], "entries": [4096]}, "entries must be fewer than length = 4096, got 4096"),
+        ({"ratios": [], "entries": []}, "entries must not be empty"),
+        ({"presses": [PressSpec("prob_fast", {"entries_per_head": 64})]}, "sets budget and seed itself"),
         ({"ratios": [1.0]}, r"ratios must be in \[0, 1\), got 1.0"),
         ({"ratios": []}, "ratios must not be empty"),
         ({"presses": ["snap"]}, r"press must be one of \['no_press', .*got 'snap'"),
         ({"presses": ["tova", "tova"]}, "different labels, got 'tova' twice"),
         ({"presses": [PressSpec("snapkv", {"window": 3})]}, "options of SnapKVPress must be among .*got 'window'"),
-        ({"presses": [PressSpec("prob_min", {"seed": 3})]}, "sets compression_ratio and seed itself"),
+        ({"presses": [PressSpec("prob_min", {"seed": 3})]}, "sets budget and seed itself"),
         ({"presses": [PressSpec("prob_min", {"temperature": 0})]}, "temperature must be a number > 0, got 0"),
         ({"presses": [PressSpec("no_press", {"x": 0})]}, "options of no_press must be empty"),
         ({"presses": [PressSpec("kvzip", {"chunk_size": 0})]}, "options of kvzip must be valid.*positive"),
