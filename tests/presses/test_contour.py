@@ -131,7 +131,9 @@ def test_a_row_that_fits_beside_one_that_does_not(sampler):
     press = ProbabilisticPress(MinVariancePress(), entries_per_head=40, sampler=sampler, correction="none", seed=0)
     compressed(model, press, ids, attention_mask=mask)
     assert (press.report.kept[:, 1] == 30).all()
-    assert press.report.kept[:, 0].double().mean() == pytest.approx(40, abs=1)
+    # At most 4.5 standard deviations of the mean of four heads for the sampler that hits its budget on average only.
+    bound = 4.5 * (90 * 40 / 90 * 50 / 90 / 4) ** 0.5 if sampler == "multinomial" else 1
+    assert press.report.kept[:, 0].double().mean() == pytest.approx(40, abs=bound)
 
 
 def test_protected_entries_alone_and_fewer_than_those():

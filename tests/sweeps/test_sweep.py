@@ -236,7 +236,7 @@ def test_records_of_before_padded_ratios_are_read(pipe, model_folder, ruler_file
         ({"ratios": [1.0]}, r"ratios must be in \[0, 1\), got 1.0"),
         ({"ratios": []}, "ratios must not be empty"),
         ({"presses": ["snap"]}, r"press must be one of \['no_press', .*got 'snap'"),
-        ({"presses": ["tova", "tova"]}, "different labels, got 'tova' twice"),
+        ({"presses": ["tova", "tova"]}, "different from each other, got 'tova' twice"),
         ({"presses": [PressSpec("snapkv", {"window": 3})]}, "options of SnapKVPress must be among .*got 'window'"),
         ({"presses": [PressSpec("prob_min", {"seed": 3})]}, "sets budget and seed itself"),
         ({"presses": [PressSpec("prob_min", {"temperature": 0})]}, "temperature must be a number > 0, got 0"),
