@@ -55,6 +55,14 @@ class RaggedKV:
     batch: int
     room: int
 
+    def check_layout(self) -> None:
+        """Raise ``ValueError`` unless every buffer's entries are stored one after the other, from whatever place of its
+        storage on; operations compute addresses."""
+        for name in ("keys", "values", "log_w", "start", "length"):
+            buffer = getattr(self, name)
+            if not buffer.is_contiguous():
+                raise ValueError(f"the store's {name} must be contiguous, got strides {buffer.stride()}")
+
     @property
     def kv_heads(self) -> int:
         """KV heads per batch row."""

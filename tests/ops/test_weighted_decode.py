@@ -1,6 +1,7 @@
 """``weighted_decode``: the reference against a loop, the CPU path against the float64 reference."""
 
 import math
+from importlib import import_module
 
 import pytest
 import torch
@@ -55,6 +56,76 @@ def test_cpu_path_splits_segments_over_threads(threads, n):
     (output, lse), (want, want_lse) = both(torch.randn(2, 12, n, 48), store, scaling=0.2)
     torch.testing.assert_close(output.double(), want, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(lse.double(), want_lse, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("n", [2, 600, 1100])
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+def test_many_rows_in_blocks(threads, impl, n, monkeypatch):
+    """Segments as long as the rows, longer, and shorter (whose first rows see nothing); the whole matrix at once in
+    float64 is what to compare with."""
+    store = random_store([n, n + 700, 2 * n, n // 2, 0, n + 1], batch=2, d=16)
+    query = torch.randn(2, 6, n, 16)
+    got = weighted_decode(query, store, scaling=0.3, return_lse=True, impl=impl)
+    monkeypatch.setattr(import_module("kvpress_prob.ops.weighted_decode.reference"), "BLOCK_ELEMENTS", 2**40)
+    want = weighted_decode(query.double(), in_double(store), scaling=0.3, return_lse=True, impl="reference")
+    torch.testing.assert_close(got[0].double(), want[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got[1].double(), want[1], atol=1e-4, rtol=1e-5)
+    assert (want[1] == -torch.inf).any()
+
+
+@pytest.mark.parametrize("n", [5, 520])
+def test_many_rows_with_hidden_entries(threads, n):
+    """Padding of a batch of questions: rows that see the context but not each other, and a row that sees nothing."""
+    store = random_store([900, n, 800, 2 * n], d=16, batch=2)
+    for segment in range(4):
+        log_w = store.segment(*divmod(segment, 2))[2]
+        log_w[-n : -n + 3] = -torch.inf
+        log_w[:100:2] = -torch.inf
+    query = torch.randn(2, 4, n, 16)
+    (output, lse), (want, want_lse) = both(query, store, scaling=0.25)
+    torch.testing.assert_close(output.double(), want, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(lse.double(), want_lse, atol=1e-4, rtol=1e-5)
+    assert (want_lse[0, 2:, :3] == -torch.inf).all()
+    assert torch.isfinite(want_lse[0, 2:, 3:]).all()
+
+
+@pytest.mark.parametrize("impl", ["cpu", "reference"])
+@pytest.mark.parametrize("n", [1, 5, 520])
+def test_a_store_in_the_middle_of_larger_buffers(impl, n):
+    """Scenario S52: offsets are added; a transposed buffer is refused."""
+    store = random_store([700, 600], d=16)
+    big = [torch.full((len(it) + 80, *it.shape[1:]), torch.nan) for it in (store.keys, store.values, store.log_w)]
+    views = [it[50 : 50 + len(store.log_w)] for it in big]
+    for view, it in zip(views, (store.keys, store.values, store.log_w), strict=True):
+        view.copy_(it)
+    inner = RaggedKV(*views, store.start, store.length.clone(), batch=1, room=store.room)
+    query = torch.randn(1, 4, n, 16)
+    want = weighted_decode(query, store, scaling=0.25, return_lse=True, impl=impl)
+    got = weighted_decode(query, inner, scaling=0.25, return_lse=True, impl=impl)
+    assert torch.equal(got[0], want[0])
+    assert torch.equal(got[1], want[1])
+    new = torch.randn(2, 1, 2, 3, 16)
+    for it in (store, inner):
+        append(it, new[0], new[1])
+    torch.testing.assert_close(inner.keys, store.keys, equal_nan=True)
+    assert all(it[:50].isnan().all() and it[50 + len(store.log_w) :].isnan().all() for it in big)
+    transposed = RaggedKV(store.keys.T.contiguous().T, *views[1:], store.start, store.length, batch=1, room=store.room)
+    with pytest.raises(ValueError, match=r"the store's keys must be contiguous, got strides \(1, \d+\)"):
+        weighted_decode(query, transposed, scaling=0.25, impl=impl)
+    with pytest.raises(ValueError, match="the store's keys must be contiguous"):
+        append(transposed, new[0][:, :, :1], new[1][:, :, :1])
+
+
+@pytest.mark.parametrize(("impl", "softcap"), [("cpu", None), ("reference", None), ("reference", 5.0)])
+def test_a_long_question_makes_no_rows_by_entries_tensor(impl, softcap):
+    """Scenario S41: 1,024 rows over 8,192 entries, 4 query heads a KV head: no tensor of rows by entries."""
+    n, entries, d = 1024, 8192, 32
+    store = random_store([entries] * 2, d=d)
+    query = torch.randn(1, 8, n, d)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        weighted_decode(query, store, scaling=d**-0.5, softcap=softcap, impl=impl)
+    largest = max(event.cpu_memory_usage for event in profile.events())
+    assert largest < 10 * 2**20  # rows by entries in float32, of one segment: 128 MiB
 
 
 def test_empty_segments_give_zero_and_minus_infinity(threads):

@@ -38,7 +38,7 @@ def append(
     Raises
     ------
     ValueError
-        If shapes, dtype, device or ``impl`` do not fit, or the store lacks room.
+        If shapes, dtype, device or ``impl`` do not fit, the store lacks room or its buffers are not contiguous.
 
     Notes
     -----
@@ -55,6 +55,7 @@ def append(
         raise ValueError(f"store must have room for {keys.shape[2]} entries a segment, got room for {store.room}")
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")
+    store.check_layout()
     _OPERATOR(store.keys, store.values, store.log_w, store.start, store.length, keys.detach(), values.detach(), impl)
     store.room -= keys.shape[2]
 

@@ -58,7 +58,7 @@ def weighted_decode(
     Raises
     ------
     ValueError
-        If shapes, dtype, device or ``impl`` do not fit.
+        If shapes, dtype, device or ``impl`` do not fit, or the store's buffers are not contiguous.
 
     Notes
     -----
@@ -88,6 +88,7 @@ def weighted_decode(
         )
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")
+    store.check_layout()
     output, lse = _OPERATOR(
         query, store.keys, store.values, store.log_w, store.start, store.length, scaling, softcap, return_lse, impl
     )

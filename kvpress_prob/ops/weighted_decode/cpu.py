@@ -1,10 +1,12 @@
-"""``weighted_decode`` on the CPU: one call of torch's fused CPU attention per segment, on views of the store.
+"""``weighted_decode`` on the CPU: torch's fused CPU attention, segment by segment, on views of the store.
 
-The query rows of a group share their keys, so a segment is one head with ``group * n`` rows: nothing is repeated and
-nothing of the store is copied. torch parallelises over batch rows and heads only, so a segment is viewed as one batch
-row per thread (split-KV): parts of equal size, ``size // threads`` entries apart. Where that does not divide evenly a
-part ends with the first entries of the next one, and a bias of -inf hides them. The parts of all segments are merged by
-their log-sum-exp at the end.
+Query rows are taken in blocks of ``BLOCK_ROWS``. All rows of a block see a segment's older entries, so these are one
+head with ``group * rows`` rows: nothing is repeated, nothing of the store is copied, and the only bias is the view of
+their log-weights. The entries of the block's own tokens, ``rows`` of them, get a triangle of -inf, the largest bias
+there is. torch parallelises over batch rows, heads and blocks of query rows only, so the older entries of a block of
+few rows are viewed as one batch row per thread (split-KV): parts of equal size, ``size // threads`` entries apart.
+Where that does not divide evenly a part ends with the first entries of the next one, and a bias of -inf hides them. All
+parts of a block are merged by their log-sum-exp.
 """
 
 import torch
@@ -12,6 +14,13 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BLOCK_ROWS = 512
+"""Query rows of a block: its triangle takes a megabyte."""
+ROWS_PER_TASK = 32
+"""Fewest query rows that torch gives a thread of their own."""
+
+Segments = list[tuple[int, int]]
+"""First place and number of entries of every segment."""
 
 
 def weighted_decode_cpu(
@@ -26,63 +35,109 @@ def weighted_decode_cpu(
 ) -> tuple[Float[Tensor, "b hq n d"], Float[Tensor, "b hq n"] | None]:
     """See ``weighted_decode``. Products accumulate in float32; parts are merged in float32."""
     b, hq, n, d = query.shape
-    splits = torch.get_num_threads()
-    rows = query.reshape(len(start), 1, 1, -1, d)
-    r = rows.shape[3]
-    # torch's bfloat16 kernel takes 2.5 x as long for one row as for two.
-    computed = 2 if r == 1 and query.dtype is torch.bfloat16 else r
-    rows = rows.expand(-1, splits, -1, computed, -1).contiguous()
-    parts, lses, biases = [], [], []
-    for segment, (begin, size) in enumerate(zip(start.tolist(), length.tolist(), strict=True)):
-        if size == 0:
-            parts.append(query.new_zeros(splits, 1, r, d))
-            lses.append(log_w.new_full((splits, 1, r), -torch.inf))
-            continue
-        step, extra = divmod(size, splits)
-        shape, strides = (splits, 1, step + extra, d), (step * d, d, d, 1)
-        bias = log_w.as_strided((splits, 1, 1, step + extra), (step, 1, 1, 1), begin)
-        if extra or n > 1:
-            bias = _masked(bias, size, n, r)
-        part, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            rows[segment],
-            keys.as_strided(shape, strides, begin * d),
-            values.as_strided(shape, strides, begin * d),
-            attn_mask=bias,
-            scale=scaling,
-        )
-        parts.append(part[:, :, :r])
-        lses.append(lse[:, :, :r])
-        biases.append(bias)
-
-    lse = torch.stack(lses).squeeze(2)  # [s splits r]
-    if len(biases) < len(lses) or (lse == 0).any():
-        lse = _with_hidden_rows(lse, length, biases)
-        share = torch.softmax(lse, 1).nan_to_num(0)
-    else:
-        share = torch.softmax(lse, 1)
-    output = (torch.stack(parts).squeeze(2).float() * share.unsqueeze(-1)).sum(1)
-    return output.to(query.dtype).view(b, hq, n, d), torch.logsumexp(lse, 1).view(b, hq, n) if return_lse else None
-
-
-def _masked(bias: Tensor, size: int, n: int, rows: int) -> Tensor:
-    """The parts' bias [splits 1 1 c] with what a part must not see at -inf: entries of the next part, later rows'
-    entries."""
-    splits, _, _, width = bias.shape
-    step = size // splits
-    bias = bias.clone()
-    bias[:-1, :, :, step:] = -torch.inf
+    rows = query.reshape(len(start), -1, n, d)  # [s g n d]
+    segments = list(zip(start.tolist(), length.tolist(), strict=True))
+    attention = _Attention(keys, values, log_w, scaling)
     if n == 1:
-        return bias
-    # Row i of n sees the first `size - n + 1 + i` entries of the segment.
-    entry = torch.arange(width) + step * torch.arange(splits).view(-1, 1, 1, 1)  # [splits 1 1 c]
-    seen = entry < size - n + 1 + torch.arange(n).unsqueeze(-1)  # [splits 1 n c]
-    return torch.where(seen, bias, -torch.inf).repeat(1, 1, rows // n, 1)
+        output, lse = _merged(*attention.seen_by_all(rows, segments))
+    else:
+        blocks = []
+        for first in range(0, n, BLOCK_ROWS):
+            block = rows[:, :, first : first + BLOCK_ROWS]
+            # Of a segment's entries, the newest n - first are this block's own and later ones.
+            older = [(begin, max(size - n + first, 0)) for begin, size in segments]
+            parts, lses = attention.seen_by_all(block, older)
+            # A store of fewer than n entries has no own entry for its first rows.
+            own, own_lse = attention.triangle(block, [(begin, size - n + first) for begin, size in segments])
+            blocks.append(_merged(torch.cat((parts, own), 1), torch.cat((lses, own_lse), 1)))
+        output, lse = (torch.cat(it, 2) for it in zip(*blocks, strict=True))
+    return output.to(query.dtype).view(b, hq, n, d), lse.view(b, hq, n) if return_lse else None
 
 
-def _with_hidden_rows(lse: Tensor, length: Tensor, biases: list[Tensor]) -> Tensor:
-    """torch reports 0 for a row whose every entry is hidden; its log-sum-exp is -inf."""
-    lse = lse.clone()
-    for segment, bias in zip(length.nonzero().squeeze(-1).tolist(), biases, strict=True):
-        hidden = (bias.amax(-1) == -torch.inf).squeeze(1).expand_as(lse[segment])
-        lse[segment].masked_fill_(hidden, -torch.inf)
-    return lse
+class _Attention:
+    """The store's buffers and how to attend to stretches of them."""
+
+    def __init__(self, keys: Tensor, values: Tensor, log_w: Tensor, scaling: float):
+        self.keys, self.values, self.log_w, self.scaling = keys, values, log_w, scaling
+
+    def seen_by_all(self, rows: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+        """Outputs [s splits g r d] and log-sum-exps [s splits g r] of rows [s g r d] that see all given entries."""
+        s, g, r, d = rows.shape
+        threads = torch.get_num_threads()
+        splits = 1 if g * r >= ROWS_PER_TASK * threads else threads
+        # torch's bfloat16 kernel takes 2.5 x as long for one row as for two.
+        computed = 2 if g * r == 1 and rows.dtype is torch.bfloat16 else g * r
+        heads = rows.reshape(s, 1, 1, g * r, d).expand(-1, splits, -1, computed, -1).contiguous()
+        parts, lses, biases = [], [], []
+        for segment, (begin, size) in enumerate(segments):
+            if size == 0:
+                parts.append(rows.new_zeros(splits, 1, g * r, d))
+                lses.append(self.log_w.new_full((splits, 1, g * r), -torch.inf))
+                continue
+            step, extra = divmod(size, splits)
+            bias = _view(self.log_w, (splits, 1, 1, step + extra), (step, 0, 0, 1), begin)
+            if extra:
+                bias = bias.clone()
+                bias[:-1, :, :, step:] = -torch.inf
+            part, lse = self._attend(heads[segment], (splits, 1, step + extra), (step, 0, 1), begin, bias)
+            parts.append(part[:, :, : g * r])
+            lses.append(lse[:, :, : g * r])
+            biases.append((lses[-1], bias))
+        _mark_hidden(biases)
+        return torch.stack(parts).view(s, splits, g, r, d), torch.stack(lses).view(s, splits, g, r)
+
+    def triangle(self, rows: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
+        """Outputs [s 1 g r d] and log-sum-exps [s 1 g r] of rows [s g r d]: row ``i`` sees ``i + 1`` entries from the
+        given place on. With a negative number instead of a place's, the first rows have no entry of their own."""
+        s, g, r, d = rows.shape
+        later = torch.ones(r, r, dtype=torch.bool).triu(1)
+        parts, lses, biases = rows.new_zeros(s, 1, g, r, d), self.log_w.new_full((s, 1, g, r), -torch.inf), []
+        for segment, (begin, older) in enumerate(segments):
+            missing, place = min(max(-older, 0), r), begin + max(older, 0)
+            width = r - missing
+            if width:
+                bias = self.log_w[place : place + width].masked_fill(later[:width, :width], -torch.inf)[None, None]
+                seeing = rows[segment : segment + 1, :, missing:]
+                part, lse = self._attend(seeing, (1, g, width), (0, 0, 1), place, bias)
+                parts[segment, :, :, missing:] = part
+                lses[segment, :, :, missing:] = lse
+                biases.append((lses[segment, :, :, missing:], bias))
+        _mark_hidden(biases)
+        return parts, lses
+
+    def _attend(
+        self, rows: Tensor, shape: tuple[int, ...], steps: tuple[int, ...], place: int, bias: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """torch's fused attention over the entries of a view of the store."""
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            rows,
+            _view(self.keys, shape, steps, place),
+            _view(self.values, shape, steps, place),
+            attn_mask=bias,
+            scale=self.scaling,
+        )
+
+
+def _view(buffer: Tensor, shape: tuple[int, ...], steps: tuple[int, ...], place: int) -> Tensor:
+    """Entries from ``place`` on as ``shape``, ``steps`` entries apart along each axis."""
+    entry = buffer.stride(0)
+    strides = tuple(step * entry for step in steps)
+    return buffer.as_strided(
+        (*shape, *buffer.shape[1:]), (*strides, *buffer.stride()[1:]), buffer.storage_offset() + place * entry
+    )
+
+
+def _mark_hidden(parts: list[tuple[Tensor, Tensor]]) -> None:
+    """torch reports 0 for a row whose every entry is hidden; make its log-sum-exp -inf, in place.
+
+    ``parts`` holds log-sum-exps and the bias that they were computed with.
+    """
+    if parts and torch.stack([(lse == 0).any() for lse, _ in parts]).any():
+        for lse, bias in parts:
+            lse.masked_fill_((bias.amax(-1) == -torch.inf).expand_as(lse), -torch.inf)
+
+
+def _merged(parts: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Parts [s p g r d] and their log-sum-exps [s p g r] as one: output [s g r d], log-sum-exp [s g r]."""
+    share = torch.softmax(lse, 1).nan_to_num(0)
+    return (parts.float() * share.unsqueeze(-1)).sum(1), torch.logsumexp(lse, 1)
