@@ -11,8 +11,8 @@ from kvpress_prob.hf.enclosing import (
 )
 from kvpress_prob.hf.observing import AttentionInputs, attention_inputs
 from kvpress_prob.hf.packing import cache_bytes, compress_layer
-from kvpress_prob.hf.passes import batch_row, repeated, scratch_copy, second_pass
-from kvpress_prob.hf.prefill import LayerPrefill, Prefill
+from kvpress_prob.hf.passes import batch_row, next_logits, one_more, repeated, scratch_copy, second_pass
+from kvpress_prob.hf.prefill import LayerPrefill, Prefill, Upcoming
 from kvpress_prob.hf.saving import load_compressed, read_header, save_compressed
 from kvpress_prob.hf.supported import decoder_of
 from kvpress_prob.hf.watching import watch_prefills
@@ -25,6 +25,7 @@ __all__ = [
     "Prefill",
     "RaggedLayer",
     "ResamplingSettings",
+    "Upcoming",
     "attention_inputs",
     "batch_row",
     "cache_bytes",
@@ -34,6 +35,8 @@ __all__ = [
     "evict_hidden",
     "full_attention_layers",
     "load_compressed",
+    "next_logits",
+    "one_more",
     "read_header",
     "repeated",
     "save_compressed",

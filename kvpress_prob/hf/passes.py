@@ -7,6 +7,7 @@ frequencies are those of the context's keys, however far the pass reaches.
 """
 
 import copy
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
@@ -49,6 +50,42 @@ def second_pass(prefill: Prefill, input_ids: Tensor, attend: Attend) -> None:
             past_key_values=scratch_copy(prefill.cache),
             use_cache=True,
         )
+
+
+def next_logits(prefill: Prefill) -> Tensor:
+    """Logits [b v] of the token after the context, as the model itself makes them.
+
+    What a model does between its decoder and its logits (scaling, a softcap, a projection) is its own affair: it runs
+    on one token more, and in its decoder's place answers the hidden state that the prefill ended with.
+    """
+    model: Any = prefill.model
+    here = threading.get_ident()
+
+    def answer(module: nn.Module, args: tuple, output: Any) -> Any:
+        if threading.get_ident() == here:
+            output.last_hidden_state = prefill.last_hidden_state.unsqueeze(1)
+        return output
+
+    token = torch.zeros(len(prefill.valid), 1, dtype=torch.long, device=prefill.valid.device)
+    hook = decoder_of(model).register_forward_hook(answer)
+    try:
+        return one_more(prefill, token, scratch_copy(prefill.cache), prefill.next_position)
+    finally:
+        hook.remove()
+
+
+def one_more(prefill: Prefill, token: Tensor, cache: Any, position: Tensor) -> Tensor:
+    """Logits [b v] after one more token [b 1] at its position [b]; rotary frequencies are those of the context."""
+    model: Any = prefill.model
+    with torch.no_grad(), prefill.rotary.held():
+        output = model(
+            input_ids=token,
+            past_key_values=cache,
+            position_ids=position.unsqueeze(-1),
+            use_cache=True,
+            return_dict=True,
+        )
+    return output.logits[:, -1]
 
 
 def scratch_copy(cache: Any) -> DynamicCache:

@@ -1,7 +1,7 @@
 """A prefill as its watchers see it: one full-attention layer after the other, then the whole."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
@@ -67,6 +67,49 @@ class Prefill:
     input_ids: Tensor | None
     last_hidden_state: Tensor
     rotary: RotaryState
+
+
+@dataclass(frozen=True)
+class Upcoming:
+    """A prefill that has not begun.
+
+    Attributes
+    ----------
+    decoder : Module
+        The part of the model that has layers.
+    model, valid, next_position, input_ids
+        As in ``Prefill``.
+    """
+
+    model: PreTrainedModel
+    decoder: nn.Module
+    valid: Tensor
+    next_position: Tensor
+    input_ids: Tensor | None
+
+    def check_positions(self, n: int) -> None:
+        """Raise ``ValueError`` if the ``n`` positions after the context are past a model's own table of positions."""
+        table = self.table
+        if table is not None and (last := int(self.next_position.max()) + n) > table:
+            raise ValueError(
+                f"a second pass of {n} tokens after this context needs {last} positions, got a model with a table of "
+                f"{table}: use a shorter context, a smaller chunk or fewer tokens"
+            )
+
+    @property
+    def table(self) -> int | None:
+        """How many positions the decoder has embeddings for; None where positions are computed."""
+        embeddings = getattr(self.decoder, "embed_positions", None)
+        if not isinstance(embeddings, nn.Embedding):
+            return None
+        return embeddings.num_embeddings - getattr(embeddings, "offset", 0)
+
+
+@runtime_checkable
+class PrefillChecker(Protocol):
+    """A watcher that can refuse a prefill before the model has run."""
+
+    def begin(self, upcoming: Upcoming) -> None: ...
 
 
 class PrefillWatcher(Protocol):

@@ -19,7 +19,7 @@ from transformers import Cache, PreTrainedModel
 
 from kvpress_prob.hf.attention import SUPPORTED_ATTENTION
 from kvpress_prob.hf.observing import AttentionInputs, configured_attention, observed
-from kvpress_prob.hf.prefill import LayerPrefill, Prefill, PrefillWatcher
+from kvpress_prob.hf.prefill import LayerPrefill, Prefill, PrefillChecker, PrefillWatcher, Upcoming
 from kvpress_prob.hf.rotary import RotaryState, reachable_rotary
 from kvpress_prob.hf.supported import check_cache, decoder_of
 from kvpress_prob.hf.validity import token_validity
@@ -146,6 +146,8 @@ class _Session:
         last = inputs.shape[1] - 1 if positions is None else positions[..., -1]
         next_position = torch.as_tensor(last, device=inputs.device).expand(inputs.shape[0]) + 1
         running = _Running(self.start(), valid, next_position, ids)
+        if isinstance(running.watcher, PrefillChecker):
+            running.watcher.begin(Upcoming(self.model, self.decoder, valid, next_position, ids))
         with _LOCK:
             if self.open:
                 self.running[here] = running

@@ -14,7 +14,7 @@ import torch
 from kvpress import ScorerPress
 from torch import Tensor
 
-from kvpress_prob.hf import LayerPrefill, Prefill, ResamplingSettings, cache_bytes, compress_layer
+from kvpress_prob.hf import LayerPrefill, Prefill, ResamplingSettings, Upcoming, cache_bytes, compress_layer
 from kvpress_prob.maths.draw import Draw, Proposal, draw, groups_of
 from kvpress_prob.maths.importance import effective_sample_size
 from kvpress_prob.maths.random import streams
@@ -23,6 +23,7 @@ from kvpress_prob.presses.budget_check import budget_figures, budget_warning
 from kvpress_prob.presses.component import Component, shares_of
 from kvpress_prob.presses.report import CompressionReport
 from kvpress_prob.presses.scoring import LayerScores, check_flags, log_weights, score_layer
+from kvpress_prob.sources.query_rows import CheckedSource
 
 if TYPE_CHECKING:
     from kvpress_prob.presses.probabilistic_press import ProbabilisticPress
@@ -43,6 +44,15 @@ class Compression:
     @property
     def components(self) -> list[Component]:
         return self.press.components
+
+    def begin(self, upcoming: Upcoming) -> None:
+        """Refuse what a component could not read once the model has run."""
+        if self.press.compression_ratio == 0:
+            return
+        for component in self.components:
+            source = getattr(component.press, "source", None)
+            if isinstance(source, CheckedSource):
+                source.check(upcoming)
 
     def layer(self, layer: LayerPrefill) -> None:
         """Score one layer."""

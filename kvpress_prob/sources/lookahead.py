@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpress_prob.hf import AttentionInputs, Prefill, repeated, scratch_copy, second_pass
+from kvpress_prob.hf import (
+    AttentionInputs,
+    Prefill,
+    Upcoming,
+    next_logits,
+    one_more,
+    repeated,
+    scratch_copy,
+    second_pass,
+)
 from kvpress_prob.sources.query_rows import QueryRows, Visit
 
 
@@ -46,6 +55,10 @@ class Lookahead:
         if not isinstance(self.temperature, (int, float)) or not self.temperature > 0:
             raise ValueError(f"temperature must be a number > 0, got {self.temperature!r}")
 
+    def check(self, upcoming: Upcoming) -> None:
+        """Refuse a prefill whose continuations would leave the model's own table of positions."""
+        upcoming.check_positions(self.n_tokens)
+
     def run(self, prefill: Prefill, visit: Visit) -> None:
         """Sample, then read the continuations once; see ``PassSource``."""
         futures = repeated(prefill, self.n_continuations)
@@ -60,31 +73,31 @@ class Lookahead:
     def _sample(self, futures: Prefill) -> tuple[Tensor, Tensor, Tensor]:
         """Token ids [k, n], the log-likelihoods [k] of the tokens that count, and which [k, n] do.
 
-        A continuation ends before its end-of-sequence token, which would not be read either; its first token always
-        counts.
+        Tokens are drawn at the source's temperature; their likelihood is the model's own. A continuation ends before
+        its end-of-sequence token, which would not be read either; its first token always counts.
         """
         model: Any = futures.model
         eos = getattr(model.generation_config, "eos_token_id", None)
         stops = torch.tensor(eos if isinstance(eos, list) else [] if eos is None else [eos])
         generator = torch.Generator().manual_seed(self.seed)
         cache = scratch_copy(futures.cache)
-        logits = model.get_output_embeddings()(futures.last_hidden_state)
-        position = futures.next_position.unsqueeze(-1)
+        logits = next_logits(futures)
         stops = stops.to(logits.device)
         drawn, counts, total = [], [], torch.zeros(len(logits), device=logits.device)
         going = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
         for step in range(self.n_tokens):
-            log_p = torch.log_softmax(logits.float() / self.temperature, -1)
-            token = torch.multinomial(log_p.exp().cpu(), 1, generator=generator).to(logits.device)
+            chance = torch.softmax(logits.float() / self.temperature, -1)
+            token = torch.multinomial(chance.cpu(), 1, generator=generator).to(logits.device)
             going = going & ~torch.isin(token.squeeze(-1), stops)
             count = going if step else torch.ones_like(going)
             if not count.any():
                 break
-            total = total + torch.where(count, log_p.gather(-1, token).squeeze(-1), 0)
+            log_p = torch.log_softmax(logits.float(), -1).gather(-1, token).squeeze(-1)
+            total = total + torch.where(count, log_p, 0)
             drawn.append(token)
             counts.append(count)
             if step + 1 < self.n_tokens:
-                logits = model(token, past_key_values=cache, position_ids=position + step).logits[:, -1]
+                logits = one_more(futures, token, cache, futures.next_position + step)
         return torch.cat(drawn, 1), total, torch.stack(counts, 1)
 
 

@@ -6,7 +6,7 @@ from typing import Protocol, cast, runtime_checkable
 
 from torch import Tensor
 
-from kvpress_prob.hf import LayerPrefill, Prefill
+from kvpress_prob.hf import LayerPrefill, Prefill, Upcoming
 from kvpress_prob.ops import attention_mass
 from kvpress_prob.ops.attention_mass import Statistic
 
@@ -91,4 +91,13 @@ class PassSource(Protocol):
 
     def run(self, prefill: Prefill, visit: Visit) -> None:
         """Make the pass; ``visit`` is called for every block of rows of every full-attention layer, layers in order."""
+        ...
+
+
+@runtime_checkable
+class CheckedSource(Protocol):
+    """A source that can refuse a prefill before the model has run."""
+
+    def check(self, upcoming: Upcoming) -> None:
+        """Raise ``ValueError`` for a prefill that the source cannot read."""
         ...

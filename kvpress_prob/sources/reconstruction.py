@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
-from kvpress_prob.hf import AttentionInputs, Prefill, second_pass
+from kvpress_prob.hf import AttentionInputs, Prefill, Upcoming, second_pass
 from kvpress_prob.maths.sampling import systematic_sample
 from kvpress_prob.sources.query_rows import QueryRows, Visit
 
@@ -60,11 +60,20 @@ class Reconstruction:
         for name, value in (("skip", self.skip), ("n_sink", self.n_sink)):
             if not isinstance(value, int | None) or (value is not None and value < 0):
                 raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
-
         if self.prompt == "kvzip" and self.skip:
             raise ValueError(f"skip must be 0 with prompt='kvzip', which has its own, got {self.skip}")
         if self.prompt is not None and self.prompt != "kvzip" and not callable(self.prompt):
             raise ValueError(f"prompt must be None, 'kvzip' or callable, got {self.prompt!r}")
+
+    def check(self, upcoming: Upcoming) -> None:
+        """Refuse a prefill that cannot be repeated: of embeddings, or past the model's own table of positions."""
+        if upcoming.input_ids is None:
+            raise ValueError("input_ids must be given to the model for a reconstruction, got inputs_embeds")
+        spoken = self._spoken(upcoming.model)
+        if upcoming.table is not None:
+            rows = zip(upcoming.input_ids, upcoming.valid, strict=True)
+            fed = [chunk for ids, valid in rows for _, chunk in spoken._chunks(ids[valid].unsqueeze(0))]
+            upcoming.check_positions(max(chunk.shape[1] for chunk in fed))
 
     def run(self, prefill: Prefill, visit: Visit) -> None:
         """Repeat the context; see ``PassSource``.
@@ -77,16 +86,23 @@ class Reconstruction:
         ids = prefill.input_ids
         if ids is None:
             raise ValueError("input_ids must be given to the model for a reconstruction, got inputs_embeds")
-        if self.prompt == "kvzip":
-            prompt, skip = _prompt_of(prefill.model.config.name_or_path)
-            return replace(self, prompt=prompt, skip=skip).run(prefill, visit)
-        t = ids.shape[1]
-        starts = range(min(self.skip, t - 1), t, self.chunk_size)
-        fed = [self._fed(ids, start) for start in starts]
-        total = sum(chunk.shape[1] for chunk in fed)
-        for start, chunk in zip(starts, fed, strict=True):
+        t, chunks = ids.shape[1], self._spoken(prefill.model)._chunks(ids)
+        total = sum(chunk.shape[1] for _, chunk in chunks)
+        for start, chunk in chunks:
             scope = self._scope(start, t, chunk.shape[1], ids.device)
             second_pass(prefill, chunk, partial(_attend, visit, t, total, scope))
+
+    def _spoken(self, model: PreTrainedModel) -> "Reconstruction":
+        """With the prompt that is found beside the model."""
+        if self.prompt != "kvzip":
+            return self
+        prompt, skip = _prompt_of(model.config.name_or_path)
+        return replace(self, prompt=prompt, skip=skip)
+
+    def _chunks(self, ids: Tensor) -> list[tuple[int, Tensor]]:
+        """First token of every chunk, and what is fed for it."""
+        t = ids.shape[1]
+        return [(start, self._fed(ids, start)) for start in range(min(self.skip, t - 1), t, self.chunk_size)]
 
     def _fed(self, ids: Tensor, start: int) -> Tensor:
         """The prompt and the tokens of a chunk that are repeated."""
