@@ -87,6 +87,11 @@ def enclosed_prefills(
             _ENCLOSED.discard(decoder)
 
 
+def is_enclosed(decoder: nn.Module) -> bool:
+    """Whether a decoder's prefills are being enclosed right now."""
+    return decoder in _ENCLOSED
+
+
 @contextmanager
 def _own_attributes(decoder: Any) -> Iterator[None]:
     """Restore on exit what kvpress' presses change on a model and leave there: the decoder's ``forward`` and the rotary

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from kvpress_prob.hf.attention import SUPPORTED_ATTENTION
+from kvpress_prob.hf.enclosing import is_enclosed
 from kvpress_prob.hf.observing import AttentionInputs, configured_attention, observed
 from kvpress_prob.hf.prefill import LayerPrefill, Prefill, PrefillChecker, PrefillWatcher, Upcoming
 from kvpress_prob.hf.rotary import RotaryState, reachable_rotary
@@ -46,6 +47,8 @@ def watch_prefills(model: PreTrainedModel, start: Callable[[], PrefillWatcher]) 
     with _LOCK:
         if any(module in _OPEN for module in modules):
             raise ValueError("model is already inside a `with press(model)` block of a probabilistic press")
+        if is_enclosed(decoder):
+            raise ValueError("model is already inside a `with press(model)` block that encloses its prefills")
         base = configured_attention(modules[0])
         if base not in SUPPORTED_ATTENTION:
             raise ValueError(f"model must have attn_implementation in {SUPPORTED_ATTENTION}, got {base!r}")

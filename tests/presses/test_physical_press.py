@@ -296,8 +296,9 @@ def test_calls_that_cannot_be_compressed_are_refused_before_the_model_runs(model
         pytest.raises(ValueError, match=r"already inside a `with press\(model\)` block of a probabilistic press"),
     ):
         press(model).__enter__()
-    with press(model), pytest.raises(ValueError, match="already inside"):
-        PhysicalPress(KVzipPress(0.5))(model).__enter__()
+    for other in (PhysicalPress(KVzipPress(0.5)), ProbabilisticPress(SnapKVPress(0.5))):
+        with press(model), pytest.raises(ValueError, match="already inside .* block that encloses its prefills"):
+            other(model).__enter__()
     monkeypatch.setattr(model.model.layers[0], "forward", None)
     with press(model):
         with pytest.raises(ValueError, match="use_cache must be True"):
