@@ -21,7 +21,7 @@ from kvpress_prob import Reconstruction
 from kvpress_prob.fitting.targets import read_window
 from kvpress_prob.fitting.texts import DOMAINS
 from kvpress_prob.fitting.windows import cut_windows
-from kvpress_prob.hf.prefill import decoder_of
+from kvpress_prob.hf import decoder_of
 from kvpress_prob.models.loading import load_pipeline
 from kvpress_prob.sources import QueryRows
 
