@@ -113,6 +113,12 @@ def _found(tensor: Tensor, name: str, kept: Any) -> Tensor:
     return weights[name.removeprefix(prefix)]
 
 
+def _places(count: int) -> Tensor:
+    """Evenly spread places of ``count`` values, the first and the last among them; in integers, since float32 counts to
+    2^24 only."""
+    return torch.arange(_VALUES_PER_PARAMETER) * (count - 1) // (_VALUES_PER_PARAMETER - 1)
+
+
 def _parts(tensor: Tensor) -> Iterator[bytes]:
     """Bytes that stand for a tensor's values."""
     if hasattr(tensor, "__tensor_flatten__"):
@@ -123,7 +129,7 @@ def _parts(tensor: Tensor) -> Iterator[bytes]:
             yield f"{name} {tuple(part.shape)}".encode()
             yield from _parts(part)
     elif not tensor.is_meta and tensor.numel():
-        places = torch.linspace(0, tensor.numel() - 1, _VALUES_PER_PARAMETER).long().to(tensor.device)
+        places = _places(tensor.numel()).to(tensor.device)
         flat = tensor.detach().flatten()
         if flat.dtype not in _PLAIN and not flat.dtype.is_floating_point:
             flat = flat.view(torch.uint8)

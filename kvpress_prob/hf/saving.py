@@ -140,28 +140,6 @@ def read_header(path: str | os.PathLike) -> dict[str, Any]:
         return header
 
 
-<<<<<<< HEAD
-=======
-def fingerprint(model: PreTrainedModel) -> str:
-    """Hexadecimal digest that tells models apart whose caches do not fit each other."""
-    digest = hashlib.sha256()
-    rotary = getattr(model.config.get_text_config(), "rope_parameters", None)
-    digest.update(json.dumps(rotary, sort_keys=True, default=str).encode())
-    for name, parameter in sorted(model.named_parameters()):
-        digest.update(f"{name} {tuple(parameter.shape)}".encode())
-        if not parameter.is_meta and parameter.numel():
-            values = parameter.detach().flatten()[_places(parameter.numel()).to(parameter.device)].double().cpu()
-            digest.update(values.numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _places(count: int) -> Tensor:
-    """Evenly spread places of ``count`` values, the first and the last among them; in integers, since float32 counts to
-    2^24 only."""
-    return torch.arange(_VALUES_PER_PARAMETER) * (count - 1) // (_VALUES_PER_PARAMETER - 1)
-
-
->>>>>>> 58a3fae (Fingerprints of models with parameters beyond 2^24 values; what surrogates should predict, as a benchmark)
 def _ragged(layer: RaggedLayer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     store = layer.store
     segments = [store.segment(row, head) for row in range(store.batch) for head in range(store.kv_heads)]

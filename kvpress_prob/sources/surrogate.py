@@ -40,7 +40,7 @@ class SurrogateHeader:
     Attributes
     ----------
     architecture, fingerprint : str
-        The model's class and ``hf.saving.fingerprint``.
+        The model's class and ``hf.fingerprint``.
     hidden_size, kv_heads : int
     layers : list of int
         Indices of the model's full-attention layers.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvpress_prob.hf.fingerprint import fingerprint
+from kvpress_prob.hf.fingerprint import _places, fingerprint
 from tests.helpers.models import ARCHITECTURES, build, tiny_llama
 
 accelerate = pytest.importorskip("accelerate")
@@ -197,3 +197,11 @@ def test_scales_beside_a_packed_weight():
 
     assert packed(1.0) == packed(1.0)
     assert packed(1.0) != packed(2.0)
+
+
+@pytest.mark.parametrize("count", [1, 2, 9, 28_311_552, 2**33 + 1])
+def test_reads_inside_parameters_of_any_size(count):
+    """28,311,552 is the demo model's table of embeddings: float32 rounds its last place up."""
+    places = _places(count)
+    assert (places[0], places[-1]) == (0, count - 1)
+    assert (places.diff() >= 0).all()

@@ -349,10 +349,3 @@ def test_an_interrupted_save_leaves_the_old_file_whole(saved, path, monkeypatch,
         save_compressed(compress(tiny_llama(), tokens(20), press_of()), path)
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
-
-
-@pytest.mark.parametrize("count", [1, 2, 9, 28_311_552, 2**33 + 1])
-def test_a_fingerprint_reads_inside_parameters_of_any_size(count):
-    places = saving._places(count)
-    assert (places[0], places[-1]) == (0, count - 1)
-    assert (places.diff() >= 0).all()
