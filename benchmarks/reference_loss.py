@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from benchmarks.running import options, show, write
 from benchmarks.text_fidelity import read_on, spec
-from kvpress_prob.examples.tasks import load_examples
+from kvpress_prob.examples.loading import load_examples
 from kvpress_prob.models.loading import load_pipeline
 from kvpress_prob.prefills.compressors import compressor
 from kvpress_prob.prefills.shared_prefill import Compressed, SharedPrefill

@@ -1,8 +1,12 @@
 """Layers by heads: what frozen-head diagnostics found."""
 
 import pandas as pd
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+
+from kvpress_prob.extras import extra
+
+with extra("plots", "Drawing figures"):
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
 PANELS = (
     ("dropped", "mass outside the largest s", "viridis"),

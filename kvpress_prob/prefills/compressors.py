@@ -21,7 +21,6 @@ from kvpress import (
     ExpectedAttentionPress,
     KeyDiffPress,
     KnormPress,
-    KVgradPress,
     KVzipPress,
     LeverageScorePress,
     RandomPress,
@@ -30,10 +29,11 @@ from kvpress import (
     TOVAPress,
 )
 from torch import Tensor, nn
-from transformers import DynamicCache, Gemma3ForConditionalGeneration, PreTrainedModel
+from transformers import DynamicCache, Gemma3ForConditionalGeneration
 
-from kvpress_prob.hf import LayerPrefill, cache_bytes, decoder_of, evict_hidden
-from kvpress_prob.prefills.shared_prefill import Compressed, Costs, MaskedIndices, SharedPrefill, copied
+from kvpress_prob.hf import cache_bytes, decoder_of, evict_hidden
+from kvpress_prob.prefills.kvzip import KVzipCompressor
+from kvpress_prob.prefills.shared_prefill import Compressed, Costs, SharedPrefill, measured, take_masked
 from kvpress_prob.presses import (
     AttentionPress,
     H2OPress,
@@ -90,7 +90,7 @@ def compressor(press: BasePress | None, shared: SharedPrefill) -> Compressor:
     if isinstance(press, DMSPress):
         raise ValueError(f"press must have a compression ratio, got {type(press).__name__}, which has a threshold")
     if isinstance(press, KVzipPress):
-        return _KVzip(press, shared)
+        return KVzipCompressor(press, shared)
     return _Hooks(press, shared)
 
 
@@ -127,7 +127,7 @@ class _Dense:
         self.shared = shared
 
     def compress(self, ratio: float, seed: int | None) -> Compressed:
-        return _measured(self.shared, self.shared.copy_cache(), {}, Costs())
+        return measured(self.shared, self.shared.copy_cache(), {}, Costs())
 
 
 class _Probabilistic:
@@ -143,7 +143,7 @@ class _Probabilistic:
         prefill = replace(self.shared.prefill, cache=self.shared.copy_cache())
         with costs.clock("compress_ms", self.shared.device):
             report = compression.pack(prefill, ratio, seed)
-        done = _measured(self.shared, cast(DynamicCache, prefill.cache), {}, costs)
+        done = measured(self.shared, cast(DynamicCache, prefill.cache), {}, costs)
         return replace(done, layer_ratios=report.layer_ratios, effective_fraction=report.effective_fraction)
 
     def _gathered(self, ratio: float, costs: Costs) -> Compression:
@@ -214,63 +214,7 @@ class _Hooks:
         costs.compress_ms -= costs.spent_ms
         self.known_ms = self.known_ms if self.remember and self.known_ms else costs.spent_ms
         costs.score_ms = self.known_ms if ratio else 0.0
-        return _measured(self.shared, cache, _take_masked(self.shared.layers), costs)
-
-
-class _KVzip:
-    """kvpress' KVzip: reconstructs the context on its cache after the prefill, then masks.
-
-    Its reconstruction passes run once; its own selection runs again for every ratio.
-    """
-
-    def __init__(self, press: KVzipPress, shared: SharedPrefill):
-        self.press, self.shared = press, shared
-        self.known_ms = 0.0
-        self.scores: Tensor | None = None
-
-    def compress(self, ratio: float, seed: int | None) -> Compressed:
-        costs = Costs()
-        if not ratio:
-            return _measured(self.shared, self.shared.copy_cache(), {}, costs)
-        if self.scores is None:
-            self._reconstruct(costs)
-        costs.score_ms = self.known_ms
-        with costs.clock("compress_ms", self.shared.device):
-            self.press.compression_ratio = ratio
-            self.press.score_val = cast(Tensor, self.scores).clone()  # pyright: ignore[reportAttributeAccessIssue]
-            self.press.compress_post(self.shared.prefill.model)
-        return _measured(self.shared, copied(self.reconstructed), _take_masked(self.shared.layers), costs)
-
-    def _reconstruct(self, costs: Costs) -> None:
-        """Run the press' block as if the prefill had just happened inside it, and keep its scores."""
-        press, prefill = self.press, self.shared.prefill
-        self.reconstructed = self.shared.copy_cache()
-        if isinstance(press, KVgradPress):
-            _leave_inference_mode(self.reconstructed)
-        press.compression_ratio = 0.5  # any ratio > 0 makes it score
-        press.compress_post = self._keep_scores  # pyright: ignore[reportAttributeAccessIssue]
-        with (
-            costs.clock("spent_ms", self.shared.device),
-            self.shared.rotary(),
-            press(prefill.model),
-        ):
-            # What its wrapper around the model's forward notes during a prefill.
-            ids = cast(Tensor, prefill.input_ids)
-            cast(Any, press)._context_ids, cast(Any, press)._cache = ids.clone(), self.reconstructed
-        del press.compress_post
-        if self.scores is None:
-            raise RuntimeError("kvpress' KVzipPress did not score: its internals have changed")
-        self.known_ms = costs.spent_ms
-
-    def _keep_scores(self, model: PreTrainedModel) -> None:
-        self.scores = self.press.score_val
-
-
-def _leave_inference_mode(cache: DynamicCache) -> None:
-    """Give a cache tensors that autograd may save."""
-    with torch.inference_mode(False):
-        for layer in cache.layers:
-            layer.keys, layer.values = cast(Tensor, layer.keys).clone(), cast(Tensor, layer.values).clone()
+        return measured(self.shared, cache, take_masked(self.shared.layers), costs)
 
 
 class _Physical:
@@ -301,28 +245,6 @@ def _is_ratio_free(press: BasePress | None, types: tuple[type, ...]) -> bool:
     """Whether a press scores with one of the types, itself or through AdaKV or CriticalAdaKV, which only select."""
     inner = press.press if isinstance(press, AdaKVPress | CriticalAdaKVPress) else press
     return inner is None or type(inner) in types
-
-
-def _measured(shared: SharedPrefill, cache: DynamicCache, masked: MaskedIndices, costs: Costs) -> Compressed:
-    """Measure a cache that a press has compressed."""
-    ratios = []
-    for layer in shared.layers:
-        stored = cast(Tensor, cache.layers[cast(int, layer.module.layer_idx)].keys).shape[2]
-        hidden = len(masked[layer.module][0]) / layer.keys.shape[1] if layer.module in masked else 0
-        ratios.append(1 - (stored - hidden) / shared.tokens)
-    return Compressed(cache, masked, ratios, None, cache_bytes(cache), costs)
-
-
-def _take_masked(layers: list[LayerPrefill]) -> MaskedIndices:
-    """Collect what a press asked kvpress' attention to hide, and clear it from the modules."""
-    masked: MaskedIndices = {}
-    for layer in layers:
-        module: Any = layer.module
-        indices = getattr(module, "masked_key_indices", None)
-        if indices is not None and len(indices[0]):
-            masked[module] = indices
-        module.masked_key_indices = None
-    return masked
 
 
 @contextmanager

@@ -158,6 +158,28 @@ def copied(cache: DynamicCache) -> DynamicCache:
     return cache
 
 
+def measured(shared: SharedPrefill, cache: DynamicCache, masked: MaskedIndices, costs: Costs) -> Compressed:
+    """Measure a cache that a press has compressed."""
+    ratios = []
+    for layer in shared.layers:
+        stored = cast(Tensor, cache.layers[cast(int, layer.module.layer_idx)].keys).shape[2]
+        hidden = len(masked[layer.module][0]) / layer.keys.shape[1] if layer.module in masked else 0
+        ratios.append(1 - (stored - hidden) / shared.tokens)
+    return Compressed(cache, masked, ratios, None, cache_bytes(cache), costs)
+
+
+def take_masked(layers: list[LayerPrefill]) -> MaskedIndices:
+    """Collect what a press asked kvpress' attention to hide, and clear it from the modules."""
+    masked: MaskedIndices = {}
+    for layer in layers:
+        module: Any = layer.module
+        indices = getattr(module, "masked_key_indices", None)
+        if indices is not None and len(indices[0]):
+            masked[module] = indices
+        module.masked_key_indices = None
+    return masked
+
+
 @contextmanager
 def hidden_entries(masked: MaskedIndices) -> Iterator[None]:
     """Let kvpress' attention hide a compressed cache's masked entries inside the block."""

@@ -125,7 +125,7 @@ def test_foreign_records_are_refused(tmp_path, model_folder, ruler_file):
     folder = run_sweep(config(model_folder, ruler_file), tmp_path, progress=False)
     foreign = replace(read_records(folder)[0], press="other")
     (folder / RECORDS).write_text(to_line(asdict(foreign)))
-    with pytest.raises(ValueError, match=r"must hold records of this sweep, got .*'other'"):
+    with pytest.raises(ValueError, match=r"line 1: must be a record of this sweep, got .*'other'"):
         run_sweep(config(model_folder, ruler_file), tmp_path, progress=False)
 
 
