@@ -218,3 +218,9 @@ def test_committed_records():
         (0.2, 0.0): ("prob_best", 0.7),
         (0.2, 20.0): ("prob_best", 0.7),
     }
+    named = {
+        risk: certify(frame, risk=risk, confidence=0.95, tolerance=20, presses=["prob_best"]) for risk in (0.1, 0.2)
+    }
+    assert {risk: (it.ratio, f"{it.bytes:.0%}") for risk, it in named.items()} == {0.1: (0.5, "53%"), 0.2: (0.7, "33%")}
+    page = (COMMITTED.parents[2] / "docs" / "certifying.md").read_text()
+    assert all(line in page for line in describe(named[0.1]).splitlines())
