@@ -19,8 +19,8 @@ from kvpress_prob.records.statistics import ALL, Tables, tabulate
 
 KEPT = (
     "task", "example", "context", "press", "ratio", "seed", "query_aware", "masked", "achieved_ratio", "context_tokens",
-    "dense_bytes", "cache_bytes", "padded_ratio", "prefill_ms", "score_ms", "compress_ms", "score", "config", "versions",
-    "git_commit",
+    "dense_bytes", "cache_bytes", "padded_ratio", "prefill_ms", "score_ms", "compress_ms", "score", "config",
+    "versions", "git_commit",
 )  # fmt: skip
 
 
