@@ -6,8 +6,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kvpress_prob.maths.draw import Sampler
-from kvpress_prob.maths.importance import Correction
+from kvpress_prob.maths.arguments import check_integer
+from kvpress_prob.maths.draw import DrawSettings
 from kvpress_prob.maths.proposals import check_finite, log_normalise, log_proposal, min_variance_proposal
 from kvpress_prob.maths.random import streams
 from kvpress_prob.maths.resampling import resample
@@ -44,8 +44,7 @@ class DecodingBudget:
             ("interval", self.interval),
             ("queries", self.queries),
         ):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
+            check_integer(name, value, 1)
         if self.max_entries <= self.interval + self.queries:
             raise ValueError(
                 f"max_entries must be more than interval + queries = {self.interval + self.queries}, "
@@ -60,8 +59,8 @@ class ResamplingSettings:
     Attributes
     ----------
     budget : DecodingBudget
-    sampler, correction, temperature, uniform_mix
-        As in ``ProbabilisticPress``.
+    draw : DrawSettings
+        As in the press.
     n_sink : int
         First entries of every head that are always kept.
     seed : int
@@ -71,10 +70,7 @@ class ResamplingSettings:
     """
 
     budget: DecodingBudget
-    sampler: Sampler
-    correction: Correction
-    temperature: float
-    uniform_mix: float
+    draw: DrawSettings
     n_sink: int
     seed: int
     layer: int
@@ -153,7 +149,7 @@ class Resampler:
         take_all = valid & ((valid.cumsum(-1) <= settings.n_sink) | (age <= n))
         drawable = valid & ~take_all
         check_finite("recent attention", scores)
-        log_a = log_proposal(scores, drawable, "weights", uniform_mix=settings.uniform_mix)
+        log_a = log_proposal(scores, drawable, "weights", uniform_mix=settings.draw.uniform_mix)
         weights = log_normalise(log_a).exp()
         kept = valid.clone()
         for row in rows:
@@ -163,9 +159,7 @@ class Resampler:
                 weights[these],
                 take_all[these],
                 keep=settings.budget.max_entries - settings.budget.interval,
-                sampler=settings.sampler,
-                correction=settings.correction,
-                temperature=settings.temperature,
+                settings=settings.draw,
                 stream=streams(
                     settings.seed, settings.layer, torch.arange(heads, device=valid.device), self.rounds[row] + 1
                 ),

@@ -7,13 +7,14 @@ import json
 import math
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvpress_prob.hf.decoding_budget import DecodingBudget, ResamplingSettings
-from kvpress_prob.maths.draw import SAMPLERS
+from kvpress_prob.maths.draw import SAMPLERS, DrawSettings
 from kvpress_prob.maths.importance import CORRECTIONS
 
 Path = str | os.PathLike
@@ -42,6 +43,8 @@ _COMPRESSED = {
     "spent": _FLAG,
 }
 _SLIDING = {"sliding_window": _whole(1), "cumulative_length": _whole(1)}
+_DRAW = ("sampler", "correction", "temperature", "uniform_mix")
+"""Settings of the draw that sampling again goes by."""
 _RESAMPLING = {
     "sampler": (f"one of {SAMPLERS}", lambda it: it in SAMPLERS),
     "correction": (f"one of {CORRECTIONS}", lambda it: it in CORRECTIONS),
@@ -132,7 +135,16 @@ def _check_layer(path: Path, name: str, layer: Any, length: int) -> None:
 
 def resampling_settings(described: dict[str, Any]) -> ResamplingSettings:
     """The settings that a header describes."""
-    return ResamplingSettings(**described | {"budget": DecodingBudget(**described["budget"])})
+    draw = DrawSettings(**{name: described[name] for name in _DRAW})
+    rest = {name: value for name, value in described.items() if name not in _DRAW}
+    return ResamplingSettings(**rest | {"budget": DecodingBudget(**described["budget"]), "draw": draw})
+
+
+def described_settings(settings: ResamplingSettings) -> dict[str, Any]:
+    """Settings as a header describes them."""
+    described = asdict(settings)
+    draw = described.pop("draw")
+    return described | {name: draw[name] for name in _DRAW}
 
 
 def check_tensors(path: Path, header: dict[str, Any], held: dict[str, Tensor]) -> None:

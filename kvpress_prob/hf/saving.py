@@ -14,7 +14,6 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +28,13 @@ from kvpress_prob.hf.cache import RaggedLayer
 from kvpress_prob.hf.decoding_budget import Resampler
 from kvpress_prob.hf.files import replacing
 from kvpress_prob.hf.fingerprint import fingerprint
-from kvpress_prob.hf.saved_fields import check_header, check_tensors, parsed_header, resampling_settings
+from kvpress_prob.hf.saved_fields import (
+    check_header,
+    check_tensors,
+    described_settings,
+    parsed_header,
+    resampling_settings,
+)
 from kvpress_prob.hf.supported import check_cache
 from kvpress_prob.ragged import RaggedKV
 from kvpress_prob.ragged.store import INITIAL_ROOM
@@ -155,7 +160,7 @@ def _ragged(layer: RaggedLayer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     }
     held = {"keys": keys, "values": values, "log_w": log_w, "length": store.length.clone()}
     if layer.resampler is not None:
-        described |= {"resampling": asdict(layer.resampler.settings), "rounds": layer.resampler.rounds}
+        described |= {"resampling": described_settings(layer.resampler.settings), "rounds": layer.resampler.rounds}
         if layer.resampler.queries is not None:
             held["queries"] = layer.resampler.queries.contiguous()
     return described, held

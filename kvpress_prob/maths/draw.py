@@ -3,15 +3,12 @@ r"""One call from proposals to a weighted sample, for every head of one sequence
 Protected entries (the take-all stratum) are kept with weight 1 and leave both the proposals and the budget; the rest of
 the budget is solved for and drawn by the chosen sampler, and the chosen correction turns the draw into log-weights.
 
-Several proposals are combined in one of three ways. With shares ``s_k``, amounts ``a_k`` (each head's weights over
-their sum, or raw weights over their total) and stand-alone inclusion probabilities ``q_k`` at ``s_k`` of the budget::
+Several proposals share the budget as if each had drawn its share alone. With shares ``s_k`` and inclusion probabilities
+``q_k`` at ``s_k`` of the budget::
 
-    union    q = 1 - prod_k (1 - c q_k)         as if every proposal had drawn its share, c >= 1 for the overlap
-    sum      q = min(1, lambda sum_k s_k a_k)   a mixture
-    max      q = min(1, lambda max_k s_k a_k)
+    q = 1 - prod_k (1 - c q_k)                  c >= 1 makes up for the overlap
 
-A single proposal is the same under all three. Multinomial draws from a mixture are the union of draws from its
-components, so there ``union`` and ``sum`` are one.
+Multinomial draws from a mixture are the union of draws from its components, so there the proposals are mixed.
 """
 
 import math
@@ -24,6 +21,7 @@ from jaxtyping import Bool, Float, Int, Int64
 from torch import Tensor
 
 from kvpress_prob.maths import budget, importance, sampling
+from kvpress_prob.maths.arguments import check_choice, check_fraction, check_positive, is_number
 from kvpress_prob.maths.importance import Correction
 from kvpress_prob.maths.proposals import log_normalise
 
@@ -33,8 +31,52 @@ Allocation = Literal["global", "layer", "head"]
 ALLOCATIONS: tuple[Allocation, ...] = ("global", "layer", "head")
 BudgetWeighting = Literal["uniform", "score"]
 BUDGET_WEIGHTINGS: tuple[BudgetWeighting, ...] = ("uniform", "score")
-Combine = Literal["union", "sum", "max"]
-COMBINES: tuple[Combine, ...] = ("union", "sum", "max")
+
+
+@dataclass(frozen=True)
+class DrawSettings:
+    """How a sample is drawn and weighted.
+
+    Attributes
+    ----------
+    sampler : {"systematic", "multinomial", "top_k"}
+        See ``sampling``. ``top_k`` keeps each group's largest amounts, draws nothing and takes no correction.
+    correction : {"inclusion", "counts", "none"}
+        See ``importance``. ``counts`` needs the multinomial sampler.
+    temperature : float
+        Importance temperature (``importance.temper``).
+    max_weight : float
+        Largest importance weight, at least 1 (``importance.truncate``).
+    uniform_mix : float
+        Share of the uniform distribution in each head's proposal (``proposals.log_proposal``).
+    allocation : {"global", "layer", "head"}
+        Heads that share a budget (``groups_of``).
+
+    Raises
+    ------
+    ValueError
+        For a value out of range, or two that do not go together.
+    """
+
+    sampler: Sampler = "systematic"
+    correction: Correction = "inclusion"
+    temperature: float = 1.0
+    max_weight: float = math.inf
+    uniform_mix: float = 0.0
+    allocation: Allocation = "global"
+
+    def __post_init__(self):
+        check_choice("sampler", self.sampler, SAMPLERS)
+        check_choice("correction", self.correction, importance.CORRECTIONS)
+        check_choice("allocation", self.allocation, ALLOCATIONS)
+        check_positive("temperature", self.temperature)
+        check_fraction("uniform_mix", self.uniform_mix)
+        if not is_number(self.max_weight) or not self.max_weight >= 1:
+            raise ValueError(f"max_weight must be a number >= 1, got {self.max_weight!r}")
+        if self.correction == "counts" and self.sampler != "multinomial":
+            raise ValueError(f"correction='counts' needs sampler='multinomial', got sampler={self.sampler!r}")
+        if self.sampler == "top_k" and self.correction != "none":
+            raise ValueError(f"sampler='top_k' needs correction='none', got correction={self.correction!r}")
 
 
 @dataclass(frozen=True)
@@ -102,38 +144,25 @@ def draw(
     group: Int[Tensor, " h"],
     *,
     keep_fraction: float,
-    sampler: Sampler,
-    correction: Correction,
-    temperature: float,
+    settings: DrawSettings,
     stream: Int64[Tensor, " h"],
-    combine: Combine = "union",
-    max_weight: float = math.inf,
-    calibrated: bool = False,
 ) -> Draw:
     """Draw the kept entries of every head and their log-weights.
 
     Parameters
     ----------
     proposals : sequence of Proposal
+        One for the ``top_k`` sampler.
     take_all : Bool[Tensor, "h t"]
         Entries that are kept for certain. They count towards the budget.
     group : Int[Tensor, "h"]
         Budget group of each head (``groups_of``).
     keep_fraction : float
         ``1 - r`` in (0, 1]: the wanted mean of kept / t over the heads of each group.
-    sampler, correction, temperature
-        See ``sampling`` and ``importance``. ``counts`` needs the multinomial sampler. ``top_k`` keeps each group's
-        largest amounts, draws nothing and takes no correction; several proposals must be combined by ``sum`` or ``max``
-        for it.
+    settings : DrawSettings
     stream : Int64[Tensor, "h"]
         One stream of random numbers a head (``random.streams``): a head's draw follows from its budget and its stream
         alone, whatever other heads or batch rows are drawn beside it.
-    combine : "union", "sum" or "max"
-        How several proposals share the budget.
-    max_weight : float
-        Largest importance weight, at least 1 (``importance.truncate``).
-    calibrated : bool
-        Scale each head's weights to its first proposal's known total (``importance.calibrate``).
     """
     groups = int(group.max()) + 1
     t = take_all.shape[1]
@@ -142,46 +171,36 @@ def draw(
     proposals = [proposal for proposal in proposals if proposal.share]
     shares, parts = [it.share for it in proposals], [it.log_weights for it in proposals]
     uniform = proposals[0].budget_weighting == "uniform"
-    if len(parts) > 1 and (combine != "union" or sampler == "multinomial"):
+    if len(parts) > 1 and settings.sampler == "multinomial":
         amounts = [math.log(share) + _log_amounts(it, group, groups) for share, it in zip(shares, parts, strict=True)]
-        mixture = torch.stack(amounts).amax(0) if combine == "max" else torch.stack(amounts).logsumexp(0)
-        shares, mixed, uniform = [1.0], [mixture], False
-    else:
-        mixed = parts
+        shares, parts, uniform = [1.0], [torch.stack(amounts).logsumexp(0)], False
     # A head whose only entries are drawn ones must keep one; a head with protected entries may draw none.
-    drawable = torch.stack([part > -torch.inf for part in mixed]).any(0)
+    drawable = torch.stack([part > -torch.inf for part in parts]).any(0)
     at_least = (drawable.any(-1) & (protected == 0)).double()
-    pi = log_normalise(mixed[0]).exp()
+    pi = log_normalise(parts[0]).exp()
     counts = draws = whole = None
-    if sampler == "multinomial":
-        of_head = drawable.any(-1).double().log() if uniform else mixed[0].logsumexp(-1)
+    if settings.sampler == "multinomial":
+        of_head = drawable.any(-1).double().log() if uniform else parts[0].logsumexp(-1)
         share = (of_head - budget.group_max(of_head, group, groups)[group]).exp()
         counts, draws, whole = _multinomial(pi, share, drawable, group, budgets, at_least, stream)
         probability = torch.where(whole, 1, budget.keep_probability(pi, draws.double()))
         sampled = counts > 0
-    elif sampler == "systematic":
-        probability = _inclusion(shares, mixed, group, budgets, at_least)
+    elif settings.sampler == "systematic":
+        probability = _inclusion(shares, parts, group, budgets, at_least)
         sampled = sampling.systematic_sample(probability, sampling.offsets(stream))
-    elif len(mixed) == 1:
-        sampled = _largest(mixed[0], group, budgets, at_least)
+    elif len(parts) == 1:
+        sampled = _largest(parts[0], group, budgets, at_least)
         probability = sampled.double()
     else:
-        raise ValueError("sampler='top_k' of several proposals needs combine='sum' or 'max', got combine='union'")
+        raise ValueError(f"sampler='top_k' draws nothing and takes one proposal, got {len(parts)}")
 
-    if correction == "none":
-        log_w = torch.zeros_like(pi)
-    elif sampler == "top_k":
-        raise ValueError(f"sampler='top_k' needs correction='none', got correction={correction!r}")
-    elif correction == "inclusion":
+    if settings.correction == "inclusion":
         log_w = importance.log_weights_from_inclusion(sampled, probability)
-    elif counts is not None and draws is not None and whole is not None:
-        log_w = importance.log_weights_from_counts(counts, pi, draws)
-        log_w = torch.where(whole, 0, log_w)
+    elif counts is not None and draws is not None and whole is not None and settings.correction == "counts":
+        log_w = torch.where(whole, 0, importance.log_weights_from_counts(counts, pi, draws))
     else:
-        raise ValueError("correction='counts' needs sampler='multinomial', got sampler='systematic'")
-    log_w = importance.truncate(importance.temper(log_w, temperature), max_weight)
-    if calibrated:
-        log_w = importance.calibrate(log_w, sampled, probability, log_normalise(parts[0]).exp())
+        log_w = torch.zeros_like(pi)
+    log_w = importance.truncate(importance.temper(log_w, settings.temperature), settings.max_weight)
     return Draw(sampled | take_all, log_w.float(), torch.where(take_all, 1, probability), draws)
 
 

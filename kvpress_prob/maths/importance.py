@@ -50,42 +50,6 @@ def truncate(log_w: Float[Tensor, "*head t"], max_weight: float) -> Float[Tensor
     return log_w.clamp(max=math.log(max_weight))
 
 
-def calibrate(
-    log_w: Float[Tensor, "h t"],
-    sampled: Bool[Tensor, "h t"],
-    probability: Float[Tensor, "h t"],
-    pi: Float[Tensor, "h t"],
-) -> Float[Tensor, "h t"]:
-    """Scale every head's weights of sampled entries so that they reproduce a total that is known.
-
-    ``sum_i w_i pi_i`` over the kept entries with ``q_i < 1`` becomes what it is over all of them, a ratio estimator
-    (Deville and Sarndal, Calibration estimators in survey sampling, 1992). Entries that are kept for certain are left
-    alone.
-
-    Parameters
-    ----------
-    log_w : Float[Tensor, "h t"]
-        Log-weights, any correction.
-    sampled : Bool[Tensor, "h t"]
-        Kept entries.
-    probability : Float[Tensor, "h t"]
-        Inclusion probabilities ``q_i``.
-    pi : Float[Tensor, "h t"]
-        Known amounts >= 0, such as the proposal: a mean row of attention.
-
-    Returns
-    -------
-    Float[Tensor, "h t"]
-    """
-    chance = probability < 1
-    total = torch.where(chance, pi, 0).sum(-1, keepdim=True)
-    chosen = chance & sampled
-    estimate = torch.where(chosen, log_w.exp() * pi, 0).sum(-1, keepdim=True)
-    usable = (total > 0) & (estimate > 0)
-    shift = torch.where(usable, total, 1).log() - torch.where(usable, estimate, 1).log()
-    return torch.where(chosen, log_w + shift, log_w)
-
-
 def effective_sample_size(log_w: Float[Tensor, "h t"], kept: Bool[Tensor, "h t"]) -> Float[Tensor, " h"]:
     """Kish's effective sample size ``(sum w)^2 / sum w^2`` over the kept entries of each head; 0 for an empty head."""
     log_w = torch.where(kept, log_w.double(), -torch.inf)

@@ -239,9 +239,3 @@ def check_finite(name: str, scores: Num[Tensor, "*head t"]) -> None:
     if not torch.isfinite(scores).all():
         kind = "NaN" if torch.isnan(scores).any() else "infinite values"
         raise ValueError(f"{name} must be finite, got {kind}")
-
-
-def check_temperature(name: str, value: float) -> None:
-    """Raise ``ValueError`` unless ``value`` is a positive number (infinity allowed)."""
-    if not (isinstance(value, (int, float)) and value > 0) or math.isnan(value):
-        raise ValueError(f"{name} must be a number > 0, got {value!r}")

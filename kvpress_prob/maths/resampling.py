@@ -18,12 +18,14 @@ recent queries ``j`` with ``p_j(i) = w_i exp(a_ji) / sum_k w_k exp(a_jk)``, ``q_
 attention.
 """
 
+import math
+from dataclasses import replace
+
 import torch
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
-from kvpress_prob.maths.draw import Proposal, Sampler, draw
-from kvpress_prob.maths.importance import Correction
+from kvpress_prob.maths.draw import DrawSettings, Proposal, draw
 
 
 def resample(
@@ -32,9 +34,7 @@ def resample(
     take_all: Bool[Tensor, "h t"],
     *,
     keep: float,
-    sampler: Sampler,
-    correction: Correction,
-    temperature: float,
+    settings: DrawSettings,
     stream: Int64[Tensor, " h"],
 ) -> tuple[Bool[Tensor, "h t"], Float32[Tensor, "h t"]]:
     """One round for all heads of a layer.
@@ -49,8 +49,8 @@ def resample(
         Entries that are kept with their weight. They count towards the budget.
     keep : float
         Mean number of entries to keep per head; the heads share them. A smaller support is kept whole.
-    sampler, correction, temperature, stream
-        As in ``draw``.
+    settings, stream
+        As in ``draw``; but a largest weight is one of a first draw, not of a round.
 
     Returns
     -------
@@ -64,9 +64,7 @@ def resample(
         take_all,
         group,
         keep_fraction=keep / weights.shape[1],
-        sampler=sampler,
-        correction=correction,
-        temperature=temperature,
+        settings=replace(settings, max_weight=math.inf),
         stream=stream,
     )
     return result.kept, torch.where(result.kept, log_w + result.log_w, 0)

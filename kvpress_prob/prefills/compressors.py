@@ -4,7 +4,6 @@ kvpress' presses are never re-implemented: their own forward hooks run on the re
 remembered where they do not depend on ratio and seed.
 """
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -42,7 +41,7 @@ from kvpress_prob.presses import (
     ProbabilisticPress,
     SurrogatePress,
 )
-from kvpress_prob.presses.compression import Compression
+from kvpress_prob.presses.gathering import Gathered
 
 RATIO_FREE = (
     AttentionPress, ExpectedAttentionPress, H2OPress, KeyDiffPress, KnormPress, MinVariancePress, SnapKVPress,
@@ -52,11 +51,6 @@ RATIO_FREE = (
 StreamingLLM's scores know the ratio, Compactor's the ratio and the random state."""
 DRAWING = (CompactorPress, LeverageScorePress, RandomPress)
 """kvpress' scorers that use the random state."""
-DRAW_ONLY = {
-    "sampler": "systematic", "correction": "none", "temperature": 1.0, "max_weight": 1.0, "allocation": "global",
-    "budget_weighting": "uniform", "combine": "max", "calibrate": False, "seed": None, "compression_ratio": 0.0,
-}  # fmt: skip
-"""Fields of ``ProbabilisticPress`` that matter when drawing and not when gathering, with any valid values."""
 
 
 class Compressor(Protocol):
@@ -139,31 +133,28 @@ class _Probabilistic:
 
     def compress(self, ratio: float, seed: int | None) -> Compressed:
         costs = Costs()
-        compression = self._gathered(ratio, costs) if ratio else Compression(self.press)
+        gathered = self._gathered(ratio, costs) if ratio else None
         prefill = replace(self.shared.prefill, cache=self.shared.copy_cache())
         with costs.clock("compress_ms", self.shared.device):
-            report = compression.pack(prefill, ratio, seed)
+            report = self.press.draw(gathered, prefill, ratio, seed)
         done = measured(self.shared, cast(DynamicCache, prefill.cache), {}, costs)
         return replace(done, layer_ratios=report.layer_ratios, effective_fraction=report.effective_fraction)
 
-    def _gathered(self, ratio: float, costs: Costs) -> Compression:
+    def _gathered(self, ratio: float, costs: Costs) -> Gathered:
         """This press' proposals; shared with presses that differ only in how they draw from them."""
         # Some scorers score differently at different ratios.
         free = all(type(component.press) in RATIO_FREE for component in self.press.components)
-        self.press.prepare_scorers(0.0 if free else ratio)
-        key = repr(replace(self.press, **DRAW_ONLY))
-        if key not in self.shared.gathered:
-            self.press.compression_ratio = ratio
-            compression = Compression(self.press)
-            with costs.clock("spent_ms", self.shared.device), self.shared.rotary():
-                for layer in self.shared.layers:
-                    compression.layer(layer)
-                compression.complete(self.shared.prefill)
-            self.shared.gathered[key] = compression, costs.spent_ms
-        compression, costs.score_ms = self.shared.gathered[key]
-        mine = copy.copy(compression)
-        mine.press = self.press
-        return mine
+        gathering = self.press.gathering(0.0 if free else ratio)
+        for known, gathered, costs.score_ms in self.shared.gathered:
+            if known == gathering.key:
+                return gathered
+        with costs.clock("spent_ms", self.shared.device), self.shared.rotary():
+            for layer in self.shared.layers:
+                gathering.layer(layer)
+            gathered = gathering.complete(self.shared.prefill)
+        costs.score_ms = costs.spent_ms
+        self.shared.gathered.append((gathering.key, gathered, costs.spent_ms))
+        return gathered
 
 
 class _Hooks:

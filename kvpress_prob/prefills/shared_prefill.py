@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvpress_prob.hf import LayerPrefill, Prefill, RaggedLayer, cache_bytes, decoder_of, watch_prefills
 from kvpress_prob.hf.rotary import reachable_rotary
-from kvpress_prob.presses.compression import Compression
+from kvpress_prob.presses.gathering import Gathered, GatheringKey
 
 MaskedIndices = dict[nn.Module, tuple[Tensor, Tensor, Tensor]]
 """Per attention module, what kvpress hides from it: batch rows, heads and positions."""
@@ -108,7 +108,7 @@ class SharedPrefill:
         self.layers: list[LayerPrefill] = []
         self.prefill: Prefill
         self.milliseconds = 0.0
-        self.gathered: dict[str, tuple[Compression, float]] = {}
+        self.gathered: list[tuple[GatheringKey, Gathered, float]] = []
 
     @classmethod
     def run(cls, model: PreTrainedModel, context_ids: Tensor) -> SharedPrefill:

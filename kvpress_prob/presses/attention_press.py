@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 
 from kvpress_prob.hf import LayerPrefill, Prefill, batch_row
 from kvpress_prob.hf.supported import decoder_of
+from kvpress_prob.maths.arguments import check_choice, check_ratio
 from kvpress_prob.maths.projection import projection_factors
 from kvpress_prob.maths.proposals import ScoresAre, value_distance
 from kvpress_prob.ops.attention_mass import STATISTICS, Statistic
-from kvpress_prob.presses.checks import check_choice, check_ratio
 from kvpress_prob.sources import LayerSource, PassSource, PrefillRows, QueryRows
 
 Factor = Literal["none", "norm", "centered"]

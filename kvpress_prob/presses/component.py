@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 from kvpress import ScorerPress
 
+from kvpress_prob.maths.arguments import check_choice, check_positive
 from kvpress_prob.maths.draw import BUDGET_WEIGHTINGS, BudgetWeighting
-from kvpress_prob.maths.proposals import SCORES_ARE, ScoresAre, check_temperature
-from kvpress_prob.presses.checks import check_choice
+from kvpress_prob.maths.proposals import SCORES_ARE, ScoresAre
 from kvpress_prob.presses.kvpress_scorers import ScoreRule, score_rule
 
 Share = float | Callable[[float], float]
@@ -50,7 +50,7 @@ class Component:
         """Raise ``TypeError`` or ``ValueError`` for a parameter out of range."""
         if not isinstance(self.press, ScorerPress):
             raise TypeError(f"press must be a kvpress ScorerPress, got {type(self.press).__name__}")
-        check_temperature("proposal_temperature", self.proposal_temperature)
+        check_positive("proposal_temperature", self.proposal_temperature)
         check_choice("budget_weighting", self.budget_weighting, BUDGET_WEIGHTINGS)
         rule = self.rule
         if rule.scores_are is not None:

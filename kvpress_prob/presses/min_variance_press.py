@@ -7,8 +7,8 @@ from kvpress import ScorerPress
 from torch import Tensor, nn
 
 from kvpress_prob.hf import LayerPrefill
+from kvpress_prob.maths.arguments import check_ratio
 from kvpress_prob.maths.proposals import Prior, ScoresAre, min_variance_proposal
-from kvpress_prob.presses.checks import check_ratio
 from kvpress_prob.sources import PrefillRows
 
 

@@ -2,28 +2,21 @@
 
 import math
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from kvpress import BasePress, ScorerPress
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvpress_prob.hf import DecodingBudget, watch_prefills
-from kvpress_prob.maths.draw import (
-    ALLOCATIONS,
-    COMBINES,
-    SAMPLERS,
-    Allocation,
-    BudgetWeighting,
-    Combine,
-    Sampler,
-)
-from kvpress_prob.maths.importance import CORRECTIONS, Correction
-from kvpress_prob.maths.proposals import check_temperature
-from kvpress_prob.presses.checks import check_choice, check_ratio
+from kvpress_prob.hf import DecodingBudget, LayerPrefill, Prefill, Upcoming, watch_prefills
+from kvpress_prob.hf.borrowed import borrowed
+from kvpress_prob.maths.arguments import check_integer, check_ratio, check_seed
+from kvpress_prob.maths.draw import Allocation, BudgetWeighting, DrawSettings, Sampler
+from kvpress_prob.maths.importance import Correction
 from kvpress_prob.presses.component import Component, shares_of
-from kvpress_prob.presses.compression import Compression
+from kvpress_prob.presses.compressing import compress
+from kvpress_prob.presses.gathering import Gathered, Gathering, check_sources
 from kvpress_prob.presses.report import CompressionReport
 
 
@@ -73,10 +66,6 @@ class ProbabilisticPress(BasePress):
         random state is never touched. Every batch row uses the same seed, so it is compressed as it would be alone.
     max_weight : float, default=inf
         Largest importance weight of a kept entry, at least 1. A cap trades a little bias for less variance.
-    combine : {"union", "sum", "max"}, default="union"
-        How components share the budget: as independent draws whose union is kept, as a mixture, or by the largest.
-    calibrate : bool, default=False
-        Scale each head's weights so that they reproduce the total of its (first component's) proposal exactly.
     decoding : DecodingBudget, optional, default=None
         Bound the cache while decoding: layers that grow past the budget are sampled again, with this press' sampler,
         correction, temperature, uniform mix and sinks. None keeps every token that is appended.
@@ -104,8 +93,6 @@ class ProbabilisticPress(BasePress):
     n_recent: int = 0
     seed: int | None = None
     max_weight: float = math.inf
-    combine: Combine = "union"
-    calibrate: bool = False
     decoding: DecodingBudget | None = None
     entries_per_head: int | None = None
     report: CompressionReport | None = field(default=None, init=False, repr=False, compare=False)
@@ -120,39 +107,50 @@ class ProbabilisticPress(BasePress):
             return self.press
         return [Component(self.press, 1.0, self.budget_weighting, self.proposal_temperature)]
 
+    @property
+    def draw_settings(self) -> DrawSettings:
+        """How samples are drawn and weighted."""
+        return DrawSettings(
+            self.sampler, self.correction, self.temperature, self.max_weight, self.uniform_mix, self.allocation
+        )
+
+    def gathering(self, compression_ratio: float) -> Gathering:
+        """What gathers this press' proposals from a prefill."""
+        mix, n_sink, n_recent = self.uniform_mix, self.n_sink, self.n_recent
+        return Gathering(self.components, compression_ratio, uniform_mix=mix, n_sink=n_sink, n_recent=n_recent)
+
+    def draw(
+        self, gathered: Gathered | None, prefill: Prefill, compression_ratio: float, seed: int | None
+    ) -> CompressionReport:
+        """Compress the prefill's cache by a draw from what was gathered; with ``entries_per_head`` at ratios of its
+        own, one for every batch row."""
+        lengths = prefill.valid.sum(-1).tolist()
+        return compress(
+            gathered,
+            prefill,
+            self.components,
+            self.draw_settings,
+            [compression_ratio if self.entries_per_head is None else self.ratio_of(length) for length in lengths],
+            seed,
+            decoding=self.decoding,
+            n_sink=self.n_sink,
+        )
+
     def _check(self) -> None:
         check_ratio(self.compression_ratio)
         if self.entries_per_head is not None:
-            if not isinstance(self.entries_per_head, int) or self.entries_per_head < 1:
-                raise ValueError(f"entries_per_head must be None or an integer >= 1, got {self.entries_per_head!r}")
+            check_integer("entries_per_head", self.entries_per_head, 1, optional=True)
             if self.compression_ratio:
                 raise ValueError(
                     f"compression_ratio must be 0 where entries_per_head is given, got {self.compression_ratio}"
                 )
-        check_temperature("temperature", self.temperature)
-        for name, value, allowed in (
-            ("sampler", self.sampler, SAMPLERS),
-            ("correction", self.correction, CORRECTIONS),
-            ("allocation", self.allocation, ALLOCATIONS),
-            ("combine", self.combine, COMBINES),
-        ):
-            check_choice(name, value, allowed)
-        if self.correction == "counts" and self.sampler != "multinomial":
-            raise ValueError(f"correction='counts' needs sampler='multinomial', got sampler={self.sampler!r}")
-        if self.sampler == "top_k" and self.correction != "none":
-            raise ValueError(f"sampler='top_k' needs correction='none', got correction={self.correction!r}")
-        self._check_components()
-        if not isinstance(self.max_weight, (int, float)) or not self.max_weight >= 1:
-            raise ValueError(f"max_weight must be a number >= 1, got {self.max_weight!r}")
-        if not isinstance(self.calibrate, bool):
-            raise TypeError(f"calibrate must be True or False, got {self.calibrate!r}")
-        if not isinstance(self.uniform_mix, (int, float)) or not 0 <= self.uniform_mix <= 1:
-            raise ValueError(f"uniform_mix must be a number in [0, 1], got {self.uniform_mix!r}")
+        check_seed(self.seed)
         for name, value in (("n_sink", self.n_sink), ("n_recent", self.n_recent)):
-            if not isinstance(value, int) or value < 0:
-                raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
-        if self.seed is not None and not isinstance(self.seed, int):
-            raise ValueError(f"seed must be None or an integer, got {self.seed!r}")
+            check_integer(name, value, 0)
+        settings = self.draw_settings  # checks itself
+        self._check_components()
+        if len(self.components) > 1 and settings.sampler == "top_k":
+            raise ValueError(f"sampler='top_k' draws nothing and takes one component, got {len(self.components)}")
         if self.decoding is not None:
             if not isinstance(self.decoding, DecodingBudget):
                 raise TypeError(f"decoding must be None or a DecodingBudget, got {type(self.decoding).__name__}")
@@ -178,22 +176,12 @@ class ProbabilisticPress(BasePress):
         if isinstance(self.press, list):
             if not self.press or not all(isinstance(component, Component) for component in self.press):
                 raise TypeError(f"press must be a ScorerPress or a list of Component, got {self.press!r}")
-            for name, value in (
-                ("budget_weighting", self.budget_weighting == "uniform"),
-                ("proposal_temperature", self.proposal_temperature == 1),
-            ):
-                if not value:
+            for name, default in (("budget_weighting", "uniform"), ("proposal_temperature", 1)):
+                if getattr(self, name) != default:
                     raise ValueError(f"{name} must be given to each Component, got {getattr(self, name)!r}")
-            if len(self.press) > 1 and self.sampler == "top_k" and self.combine == "union":
-                raise ValueError("sampler='top_k' of several components needs combine='sum' or 'max', got 'union'")
         for component in self.components:
             component.check()
         shares_of(self.components, self.compression_ratio)
-
-    def prepare_scorers(self, compression_ratio: float) -> None:
-        """Tell the scorers the ratio: some (StreamingLLM, CriticalKV) score differently at different ratios."""
-        for component in self.components:
-            component.press.compression_ratio = compression_ratio
 
     def post_init_from_model(self, model: PreTrainedModel) -> None:
         for component in self.components:
@@ -215,6 +203,33 @@ class ProbabilisticPress(BasePress):
         self._check()
         self.report = None
         self.post_init_from_model(model)
-        self.prepare_scorers(self.compression_ratio)
-        with watch_prefills(model, lambda: Compression(self)):
+        with ExitStack() as stack:
+            for scorer in {id(component.press): component.press for component in self.components}.values():
+                stack.enter_context(borrowed(scorer, "compression_ratio", self.compression_ratio))
+            stack.enter_context(watch_prefills(model, lambda: _Prefill(self)))
             yield
+
+
+class _Prefill:
+    """One prefill under a press (a ``PrefillWatcher``)."""
+
+    def __init__(self, press: ProbabilisticPress):
+        self.press = press
+        self.gathering: Gathering | None = None
+
+    def begin(self, upcoming: Upcoming) -> None:
+        """Refuse what a component could not read once the model has run."""
+        if self.press.evicts:
+            check_sources(self.press.components, upcoming)
+
+    def layer(self, layer: LayerPrefill) -> None:
+        if self.press.evicts:
+            if self.gathering is None:
+                self.gathering = self.press.gathering(self.press.ratio_of(layer.keys.shape[2]))
+            self.gathering.layer(layer)
+
+    def end(self, prefill: Prefill) -> None:
+        """Compress the prefill's own cache; the press writes its report."""
+        press = self.press
+        gathered = None if self.gathering is None else self.gathering.complete(prefill)
+        press.report = press.draw(gathered, prefill, press.compression_ratio, press.seed)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvpress_prob.hf import decoder_of
+from kvpress_prob.maths.arguments import check_choice, check_ratio
 from kvpress_prob.maths.proposals import ScoresAre
-from kvpress_prob.presses.checks import check_choice, check_ratio
 from kvpress_prob.sources import Surrogate, find_surrogate, load_surrogate
 
 Output = Literal["lookup", "reading"]

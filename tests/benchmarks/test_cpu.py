@@ -99,8 +99,8 @@ def test_text_fidelity(files, tmp_path, capsys):
 
 
 def test_a_press_with_options():
-    spec = text_fidelity.spec("prob_best(calibrate=true, press.0.press.source.fraction=0.5)")
-    assert (spec.press, spec.options) == ("prob_best", {"calibrate": True, "press.0.press.source.fraction": 0.5})
+    spec = text_fidelity.spec("prob_best(max_weight=3.0, press.0.press.source.fraction=0.5)")
+    assert (spec.press, spec.options) == ("prob_best", {"max_weight": 3.0, "press.0.press.source.fraction": 0.5})
     assert text_fidelity.spec("kvzip").options == {}
 
 

@@ -76,7 +76,8 @@ def shapes(draw) -> dict:
 def presses(draw) -> ProbabilisticPress:
     sampler = draw(st.sampled_from(["systematic", "multinomial", "top_k"]))
     corrections = ["none"] + {"systematic": ["inclusion"], "multinomial": ["inclusion", "counts"], "top_k": []}[sampler]
-    scorer = copy.deepcopy(draw(st.sampled_from(SCORERS)))
+    scorers = [it for it in SCORERS if sampler != "top_k" or not isinstance(it, list) or len(it) == 1]
+    scorer = copy.deepcopy(draw(st.sampled_from(scorers)))
     several = isinstance(scorer, list)
     return ProbabilisticPress(
         scorer,
@@ -86,9 +87,7 @@ def presses(draw) -> ProbabilisticPress:
         temperature=draw(st.sampled_from([1.0, 2.0])),
         allocation=draw(st.sampled_from(["global", "layer", "head"])),
         budget_weighting="uniform" if several else draw(st.sampled_from(["uniform", "score"])),
-        combine=draw(st.sampled_from(["sum", "max"] if sampler == "top_k" else ["union", "sum", "max"])),
         max_weight=draw(st.sampled_from([math.inf, 3.0])),
-        calibrate=draw(st.booleans()),
         n_sink=draw(st.integers(0, 3)),
         n_recent=draw(st.integers(0, 3)),
         seed=draw(st.integers(0, 99)),

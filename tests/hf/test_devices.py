@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from kvpress_prob import DecodingBudget
-from kvpress_prob.maths.draw import SAMPLERS, Proposal, draw
+from kvpress_prob.maths.draw import SAMPLERS, DrawSettings, Proposal, draw
 from kvpress_prob.maths.random import streams
 from tests.helpers.compare import compress, press_of
 from tests.helpers.models import tiny_llama, tokens
@@ -67,9 +67,7 @@ def test_the_same_seed_draws_the_same_on_every_device(sampler):
             torch.zeros(4, 90, dtype=torch.bool, device=device),
             torch.zeros(4, dtype=torch.int64, device=device),
             keep_fraction=0.4,
-            sampler=sampler,
-            correction="none" if sampler == "top_k" else "inclusion",
-            temperature=1.0,
+            settings=DrawSettings(sampler, "none" if sampler == "top_k" else "inclusion"),
             stream=streams(3, torch.arange(4, device=device)),
         )
         for device in ("cpu", DEVICE)

@@ -290,7 +290,7 @@ class Stage:
         self.monkeypatch.setattr(press.press, "score", self.second_call_of(press.press.score), raising=False)
 
     def draw(self, model, press):
-        self.monkeypatch.setattr("kvpress_prob.presses.compression.draw", self.boom)
+        self.monkeypatch.setattr("kvpress_prob.presses.compressing.draw", self.boom)
 
     def packing(self, model, press):
         self.monkeypatch.setattr(RaggedKV, "pack", self.second_call_of(RaggedKV.pack))

@@ -8,6 +8,7 @@ from transformers import DynamicCache
 
 from kvpress_prob import DecodingBudget, load_compressed, save_compressed
 from kvpress_prob.hf import RaggedLayer, ResamplingSettings, cache_bytes
+from kvpress_prob.maths.draw import DrawSettings
 from kvpress_prob.ragged import RaggedKV
 from tests.helpers.compare import compress, greedy, press_of
 from tests.helpers.models import ARCHITECTURES, tiny_gemma3, tiny_llama, tokens, words
@@ -37,10 +38,9 @@ def layer_of(keys, values, budget, seed, **settings) -> RaggedLayer:
     """A layer that holds the given dense entries."""
     everything = torch.ones(keys.shape[:3], dtype=torch.bool)
     store = RaggedKV.pack(keys, values, everything, torch.zeros(keys.shape[:3]))
-    settings = {"sampler": "systematic", "correction": "inclusion", "uniform_mix": 0.0, "n_sink": 0} | settings
-    return RaggedLayer(
-        store, keys.shape[2], [0], ResamplingSettings(budget, temperature=1.0, seed=seed, layer=0, **settings)
-    )
+    n_sink = settings.pop("n_sink", 0)
+    resampling = ResamplingSettings(budget, DrawSettings(**settings), n_sink, seed, layer=0)
+    return RaggedLayer(store, keys.shape[2], [0], resampling)
 
 
 @pytest.mark.parametrize(("sampler", "correction"), [("systematic", "inclusion"), ("multinomial", "counts")])

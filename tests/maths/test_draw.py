@@ -1,12 +1,15 @@
 """The one call: budgets, the take-all stratum, allocation, determinism and the ends of every switch."""
 
+import math
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpress_prob.maths.budget import solve_inclusion
-from kvpress_prob.maths.draw import ALLOCATIONS, COMBINES, Proposal, draw, groups_of
+from kvpress_prob.maths.draw import ALLOCATIONS, DrawSettings, Proposal, draw, groups_of
 from kvpress_prob.maths.random import streams
 
 HEADS, T = 6, 120
@@ -25,11 +28,8 @@ def take(weights, take_all=None, group=None, *, keep=0.5, sampler="systematic", 
         torch.zeros(heads, t, dtype=torch.bool) if take_all is None else take_all,
         torch.zeros(heads, dtype=torch.int64) if group is None else group,
         keep_fraction=keep,
-        sampler=sampler,
-        correction=correction,
-        temperature=kwargs.pop("temperature", 1.0),
         stream=streams(kwargs.pop("seed", 0), torch.arange(heads)),
-        **kwargs,
+        settings=DrawSettings(sampler, correction, **kwargs),
     )
 
 
@@ -78,9 +78,24 @@ def test_a_budget_of_everything_keeps_the_support_with_weight_one(sampler, corre
     assert (result.log_w == 0).all()
 
 
-def test_counts_need_the_multinomial_sampler(generator):
-    with pytest.raises(ValueError, match="correction='counts' needs sampler='multinomial'"):
-        take(weights_of(generator), correction="counts")
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sampler": "poisson"}, "sampler must be one of .*, got 'poisson'"),
+        ({"correction": 1}, "correction must be one of .*, got 1"),
+        ({"allocation": "model"}, "allocation must be one of .*, got 'model'"),
+        ({"correction": "counts"}, "correction='counts' needs sampler='multinomial', got sampler='systematic'"),
+        ({"temperature": 0}, "temperature must be a number > 0, got 0"),
+        ({"temperature": True}, "temperature must be a number > 0, got True"),
+        ({"temperature": math.nan}, "temperature must be a number > 0, got nan"),
+        ({"max_weight": 0.5}, "max_weight must be a number >= 1, got 0.5"),
+        ({"uniform_mix": 1.5}, r"uniform_mix must be a number in \[0, 1\], got 1.5"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        DrawSettings(**settings)
+    assert DrawSettings(temperature=np.float32(2), uniform_mix=np.float64(0.5)).temperature == 2
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -126,9 +141,7 @@ def test_a_head_is_drawn_as_it_would_be_alone(sampler, generator):
             torch.zeros(len(heads), T, dtype=torch.bool),
             torch.arange(len(heads)),
             keep_fraction=0.4,
-            sampler=sampler,
-            correction="inclusion",
-            temperature=1.0,
+            settings=DrawSettings(sampler),
             stream=stream[heads],
         )
 
@@ -157,14 +170,13 @@ def two(generator, share=0.3):
 
 
 def mixed(proposals, *, keep=0.4, heads=HEADS, **kwargs):
-    settings = {"sampler": "systematic", "correction": "inclusion", "temperature": 1.0, **kwargs}
     return draw(
         proposals,
         torch.zeros(heads, proposals[0].weights.shape[1], dtype=torch.bool),
         torch.zeros(heads, dtype=torch.int64),
         keep_fraction=keep,
         stream=streams(0, torch.arange(heads)),
-        **settings,
+        settings=DrawSettings(**kwargs),
     )
 
 
@@ -219,34 +231,19 @@ def test_the_union_keeps_every_certain_entry_of_its_parts(generator):
     assert (result.log_w[certain] == 0).all()
 
 
-@pytest.mark.parametrize("combine", COMBINES)
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_inclusion_frequencies_of_combined_proposals(combine, sampler, generator):
+def test_inclusion_frequencies_of_combined_proposals(sampler, generator):
     """What is drawn is drawn as often as ``probability`` says, and the weighted mass is unbiased."""
     repeats, t = 4000, 40
     a, b = (torch.rand(t, dtype=torch.float64, generator=generator) ** power + 1e-3 for power in (1, 5))
     proposals = [Proposal(a.expand(repeats, -1), 0.6), Proposal(b.expand(repeats, -1), 0.4, "score")]
     f = torch.rand(t, dtype=torch.float64, generator=generator)
-    result = mixed(proposals, heads=repeats, sampler=sampler, combine=combine)
+    result = mixed(proposals, heads=repeats, sampler=sampler)
     q = result.probability[0]
     z = (result.kept.double().mean(0) - q) / (q * (1 - q) / repeats).sqrt().clamp(min=1e-12)
     assert z[q < 1].abs().max() < 4.5
     mass = (result.kept * result.log_w.double().exp() * f).sum(-1)
     assert abs(float((mass.mean() - f.sum()) / (mass.std() / repeats**0.5))) < 4.5
-
-
-def test_sums_and_maxima_of_amounts(generator):
-    proposals = two(generator, 0.3)
-    amounts = [
-        proposals[0].weights / proposals[0].weights.sum(-1, keepdim=True) / HEADS * 0.7,
-        proposals[1].weights / proposals[1].weights.sum() * 0.3,
-    ]
-    for combine, want in (("sum", amounts[0] + amounts[1]), ("max", torch.maximum(*amounts))):
-        result = mixed(proposals, combine=combine)
-        q = result.probability
-        open_ = q < 1
-        scale = q[open_] / want[open_]
-        torch.testing.assert_close(scale, scale[:1].expand_as(scale))
 
 
 @pytest.mark.parametrize("allocation", ALLOCATIONS)
@@ -274,13 +271,11 @@ def test_top_k_leaves_no_head_empty_and_keeps_no_impossible_entry(generator):
     assert torch.equal(everything.kept, weights > 0)
 
 
-def test_top_k_takes_no_correction_and_no_union(generator):
+def test_top_k_takes_no_correction_and_one_proposal(generator):
     with pytest.raises(ValueError, match="sampler='top_k' needs correction='none', got correction='inclusion'"):
         take(weights_of(generator), sampler="top_k")
-    with pytest.raises(ValueError, match="needs combine='sum' or 'max', got combine='union'"):
+    with pytest.raises(ValueError, match="sampler='top_k' draws nothing and takes one proposal, got 2"):
         mixed(two(generator), sampler="top_k", correction="none")
-    kept = mixed(two(generator), sampler="top_k", correction="none", combine="max").kept
-    assert int(kept.sum()) == round(0.4 * HEADS * T)
 
 
 def test_a_largest_weight_is_kept_to(generator):

@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from kvpress_prob.maths.draw import Proposal, draw
+from kvpress_prob.maths.draw import DrawSettings, Proposal, draw
 from kvpress_prob.maths.importance import (
-    calibrate,
     effective_sample_size,
     log_weights_from_counts,
     log_weights_from_inclusion,
@@ -66,9 +65,7 @@ def test_the_weighted_mass_is_unbiased(sampler, correction, budget_weighting, ge
         take_all.expand(repeats, -1),
         torch.zeros(repeats, dtype=torch.int64),
         keep_fraction=0.4,
-        sampler=sampler,
-        correction=correction,
-        temperature=1.0,
+        settings=DrawSettings(sampler, correction),
         stream=streams(0, torch.arange(repeats)),
     )
     mass = (result.kept * result.log_w.double().exp() * f).sum(-1)
@@ -111,9 +108,7 @@ def test_inclusion_weights_have_less_error_than_counts(generator):
             torch.zeros(repeats, t, dtype=torch.bool),
             torch.zeros(repeats, dtype=torch.int64),
             keep_fraction=0.5,
-            sampler="multinomial",
-            correction=correction,
-            temperature=1.0,
+            settings=DrawSettings("multinomial", correction),
             stream=streams(1, torch.arange(repeats)),
         )
         weighted = result.kept * result.log_w.double().exp() * p
@@ -127,56 +122,3 @@ def test_a_largest_weight_leaves_smaller_ones_alone():
     assert torch.equal(truncate(log_w, math.inf), log_w)
     torch.testing.assert_close(truncate(log_w, 2.0).exp(), torch.tensor([1.0, math.exp(0.5), 2.0]).double())
     assert torch.equal(truncate(log_w, 1.0), torch.zeros(3).double())
-
-
-def test_calibrated_weights_reproduce_the_known_total(generator):
-    """sum_i w_i pi_i over the sampled entries equals that over all that had a chance; certain entries keep weight 1.
-
-    Counts do so by themselves; inclusion weights of a multinomial draw do not.
-    """
-    weights = torch.rand(40, 100, dtype=torch.float64, generator=generator) ** 6
-    take_all = torch.zeros(40, 100, dtype=torch.bool)
-    take_all[:, :3] = True
-    weights[take_all] = 0
-    arguments = ([Proposal(weights)], take_all, torch.zeros(40, dtype=torch.int64))
-    settings = {"keep_fraction": 0.4, "sampler": "multinomial", "correction": "inclusion", "temperature": 1.0}
-    plain, calibrated = (
-        draw(*arguments, **settings, calibrated=flag, stream=streams(1, torch.arange(40))) for flag in (False, True)
-    )
-    assert torch.equal(plain.kept, calibrated.kept)
-    chance = plain.probability < 1
-
-    def total(result):
-        return (result.kept * chance * result.log_w.double().exp() * weights).sum(-1) / (weights * chance).sum(-1)
-
-    assert (total(plain) - 1).abs().max() > 0.05
-    torch.testing.assert_close(total(calibrated), torch.ones(40).double(), atol=1e-6, rtol=1e-6)
-    assert (calibrated.log_w[take_all] == 0).all()
-
-
-def test_calibration_of_a_head_without_sampled_entries_changes_nothing():
-    log_w = torch.zeros(2, 5).double()
-    nothing = torch.zeros(2, 5, dtype=torch.bool)
-    assert torch.equal(calibrate(log_w, nothing, torch.full((2, 5), 0.5), torch.ones(2, 5).double()), log_w)
-
-
-def test_calibration_has_less_error_than_the_weights_alone(generator):
-    """A ratio estimator of a total that is correlated with a known one (Deville and Sarndal, 1992)."""
-    weights = (torch.rand(300, dtype=torch.float64, generator=generator) ** 2 + 0.01).expand(2000, -1)
-    p = weights[0] * torch.exp(0.2 * torch.randn(300, dtype=torch.float64, generator=generator))
-    errors = []
-    for flag in (False, True):
-        result = draw(
-            [Proposal(weights)],
-            torch.zeros(2000, 300, dtype=torch.bool),
-            torch.zeros(2000, dtype=torch.int64),
-            keep_fraction=0.3,
-            sampler="multinomial",
-            correction="inclusion",
-            temperature=1.0,
-            calibrated=flag,
-            stream=streams(2, torch.arange(2000)),
-        )
-        estimate = (result.kept * result.log_w.double().exp() * p).sum(-1)
-        errors.append((estimate - p.sum()).square().mean())
-    assert errors[1] < 0.5 * errors[0]

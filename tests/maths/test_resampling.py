@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kvpress_prob.maths.draw import DrawSettings
 from kvpress_prob.maths.random import streams
 from kvpress_prob.maths.resampling import resample
 
@@ -15,9 +16,7 @@ def one(log_w, weights, take_all, keep, seed=0, sampler="systematic", correction
         weights,
         take_all,
         keep=keep,
-        sampler=sampler,
-        correction=correction,
-        temperature=temperature,
+        settings=DrawSettings(sampler, correction, temperature),
         stream=streams(seed, torch.arange(len(weights))),
     )
 

@@ -221,14 +221,11 @@ def two(share=0.5, rest=None, **kwargs):
     ]
 
 
-@pytest.mark.parametrize("combine", ["union", "sum", "max"])
 @pytest.mark.parametrize("sampler", ["systematic", "multinomial"])
 @pytest.mark.parametrize("allocation", ["global", "layer", "head"])
-def test_components_share_one_budget(combine, sampler, allocation):
+def test_components_share_one_budget(sampler, allocation):
     model, ids = tiny_llama(), tokens(300)
-    press = ProbabilisticPress(
-        two(budget_weighting="score"), 0.6, sampler=sampler, combine=combine, allocation=allocation, seed=0
-    )
+    press = ProbabilisticPress(two(budget_weighting="score"), 0.6, sampler=sampler, allocation=allocation, seed=0)
     with press(model):
         model(ids, past_key_values=DynamicCache())
     assert press.report.achieved_ratio == pytest.approx(0.6, abs=0.004 if sampler == "systematic" else 0.03)
@@ -300,10 +297,8 @@ def test_r_0_makes_no_pass():
         (two(proposal_temperature=0), {}, ValueError, "proposal_temperature must be a number > 0, got 0"),
         (two(), {"budget_weighting": "score"}, ValueError, "budget_weighting must be given to each Component"),
         (two(), {"proposal_temperature": 2}, ValueError, "proposal_temperature must be given to each Component"),
-        (two(), {"combine": "product"}, ValueError, "combine must be one of .*, got 'product'"),
         (two(), {"max_weight": 0.5}, ValueError, "max_weight must be a number >= 1, got 0.5"),
         (two(), {"max_weight": math.nan}, ValueError, "max_weight must be a number >= 1, got nan"),
-        (two(), {"calibrate": 1}, TypeError, "calibrate must be True or False, got 1"),
         (
             two(),
             {"sampler": "top_k"},
@@ -314,7 +309,7 @@ def test_r_0_makes_no_pass():
             two(),
             {"sampler": "top_k", "correction": "none"},
             ValueError,
-            "sampler='top_k' of several components needs combine='sum' or 'max', got 'union'",
+            "sampler='top_k' draws nothing and takes one component, got 2",
         ),
     ],
 )

@@ -3,14 +3,13 @@
 ``SCORERS`` has a row for every ``ScorerPress`` of kvpress 0.5.5; ``docs/proposals.md`` is written from it.
 """
 
-import warnings
-
 import pytest
 import torch
 from kvpress import CriticalKVPress, KnormPress, LagKVPress, ScorerPress, SnapKVPress, StreamingLLMPress
 from transformers import DynamicCache
 
 from kvpress_prob import Component, H2OPress, MinVariancePress, ProbabilisticPress
+from kvpress_prob.hf import watch_prefills
 from kvpress_prob.presses.kvpress_scorers import score_rule
 from tests.helpers.models import tiny_llama, tokens
 from tests.helpers.oracle import biases_of
@@ -148,14 +147,13 @@ def test_sharp_proposals_approach_top_k(temperature, weighting, allocation):
 
 
 @pytest.mark.parametrize("temperature", [0.005, 0.001])
-@pytest.mark.parametrize("combine", ["union", "sum", "max"])
-def test_sharp_components_reach_the_ratio(temperature, combine):
+def test_sharp_components_reach_the_ratio(temperature):
     """Scenario S35: components that want the same entries hand the overlap back, however sharp they are."""
     components = [
         Component(MinVariancePress(), 0.5, proposal_temperature=temperature),
         Component(H2OPress(), 0.5, "score", proposal_temperature=temperature),
     ]
-    press = ProbabilisticPress(components, 0.5, combine=combine, seed=0)
+    press = ProbabilisticPress(components, 0.5, seed=0)
     kept_and_weights(t1(), press, tokens(150))
     assert press.report.achieved_ratio == pytest.approx(0.5, abs=1 / 150)
 
@@ -331,6 +329,19 @@ def test_a_scorer_of_kvpress_as_a_proposal(name, ratio, sampler):
             assert (layer[..., first : 300 - last].isfinite() & (layer[..., first : 300 - last] != 0)).any()
 
 
+class Gatherer:
+    """A ``PrefillWatcher`` that only gathers."""
+
+    def __init__(self, gathering):
+        self.layer, self.complete = gathering.layer, gathering.complete
+
+    def begin(self, upcoming):
+        pass
+
+    def end(self, prefill):
+        self.gathered = self.complete(prefill)
+
+
 @pytest.mark.parametrize("name", SCORERS)
 @pytest.mark.parametrize("lengths", [(150, 150), (150, 97, 121)])
 def test_each_batch_row_is_compressed_as_it_would_be_alone(name, lengths):
@@ -344,23 +355,11 @@ def test_each_batch_row_is_compressed_as_it_would_be_alone(name, lengths):
     def scores_of(ids, **settings):
         press = ProbabilisticPress(make(name), 0.4, seed=0)
         torch.manual_seed(0)
-        gathered = []
-        from kvpress_prob.presses.compression import Compression
-
-        class Keeping(Compression):
-            def complete(self, prefill):
-                super().complete(prefill)
-                gathered.append([(log_a, take) for log_a, take in zip(self.log_weights[0], self.take_all, strict=True)])
-
-        from kvpress_prob.hf import watch_prefills
-
         press.post_init_from_model(model)
-        press.prepare_scorers(0.4)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # windows that are longer than a short row's budget
-            with watch_prefills(model, lambda: Keeping(press)):
-                model(ids, past_key_values=DynamicCache(), **settings)
-        return gathered[0]
+        watcher = Gatherer(press.gathering(0.4))
+        with watch_prefills(model, lambda: watcher):
+            model(ids, past_key_values=DynamicCache(), **settings)
+        return list(zip(watcher.gathered.log_weights[0], watcher.gathered.take_all, strict=True))
 
     together = scores_of(ids, attention_mask=mask, position_ids=positions)
     for row, length in enumerate(lengths):
