@@ -151,9 +151,17 @@ def test_protected_entries_alone_and_fewer_than_those():
 
 
 def test_scorers_that_know_the_ratio_are_told_it():
-    press = ProbabilisticPress(StreamingLLMPress(), entries_per_head=30)
+    told = []
+
+    class Streaming(StreamingLLMPress):
+        def score(self, *args, **kwargs):
+            told.append(self.compression_ratio)
+            return super().score(*args, **kwargs)
+
+    press = ProbabilisticPress(Streaming(), entries_per_head=30)
     compressed(tiny_llama(), press, tokens(120))
-    assert press.press.compression_ratio == pytest.approx(0.75)
+    assert told == [pytest.approx(0.75)] * 2
+    assert press.press.compression_ratio == 0  # and it is after the block what it was before
 
 
 @pytest.mark.parametrize(
