@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import pandas as pd
 import torch
+from kvpress_prob.presses.compression import Compression
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import DynamicCache
@@ -36,7 +37,6 @@ from kvpress_prob.models.loading import load_pipeline
 from kvpress_prob.prefills.decoding import RowBatch, decode_batch
 from kvpress_prob.prefills.shared_prefill import Compressed, Costs, copied
 from kvpress_prob.presses import make_press
-from kvpress_prob.presses.compression import Compression
 from kvpress_prob.presses.scoring import LayerScores
 
 TARGETS = (*STATISTICS, "reading")
