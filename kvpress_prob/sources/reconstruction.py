@@ -113,7 +113,9 @@ class Reconstruction:
             chosen = systematic_sample(q, torch.tensor([0.5], dtype=torch.float64)).squeeze(0)
             chosen[0] |= not chosen.any()
             chunk = chunk[:, chosen.repeat_interleave(STRETCH)[: chunk.shape[1]].to(ids.device)]
-        return chunk if self.prompt is None else torch.cat((self.prompt(ids, start).to(ids.device), chunk), 1)
+        if not callable(self.prompt):
+            return chunk
+        return torch.cat((self.prompt(ids, start).to(ids.device), chunk), 1)
 
     def _scope(self, start: int, t: int, new: int, device: torch.device) -> Tensor | None:
         if self.n_sink is None:
