@@ -17,6 +17,7 @@ from kvpress_prob.maths.importance import effective_sample_size
 from kvpress_prob.maths.random import streams
 from kvpress_prob.presses.budget_check import budget_figures, budget_warning
 from kvpress_prob.presses.component import Component, shares_of
+from kvpress_prob.presses.dropped_mass import dropped_mass
 from kvpress_prob.presses.gathering import Gathered
 from kvpress_prob.presses.report import CompressionReport
 
@@ -63,7 +64,7 @@ def compress(
         name = type(prefill.model).__name__
         warnings.warn(f"every layer of {name} has a sliding window: nothing is evicted", stacklevel=2)
     if not any(ratios) or gathered is None or not prefill.layers:
-        kept, effective, draws = _everything(prefill, lengths), None, None
+        kept, effective, draws, dropped = _everything(prefill, lengths), None, None, None
         if decoding is not None:
             _pack_everything(prefill, lengths, resampling)
     else:
@@ -80,6 +81,12 @@ def compress(
         effective = _by_layer([effective_sample_size(row.log_w, row.kept) for row in rows], kv_heads)
         sizes = [row.draws for row in rows if row.draws is not None]
         draws = _by_layer(sizes, kv_heads) if sizes else None
+        outside = (
+            [dropped_mass(gathered.attention, it.kept, row) for row, it in enumerate(rows)]
+            if gathered.attention
+            else []
+        )
+        dropped = _by_layer(outside, kv_heads) if outside else None
     scorers = " + ".join(type(component.press).__name__ for component in components)
     return CompressionReport(
         target_ratio=float(sum(ratio * length for ratio, length in zip(ratios, lengths, strict=True)) / sum(lengths)),
@@ -91,6 +98,7 @@ def compress(
         bytes_before=before,
         bytes_after=cache_bytes(prefill.cache),
         seed=seed,
+        dropped_mass=dropped,
         settings=f"{scorers}, {settings.sampler}, {settings.correction}, {settings.allocation}",
     )
 

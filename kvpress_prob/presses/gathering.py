@@ -1,7 +1,7 @@
 """Gathering proposals while a prefill runs; nothing is drawn and nothing is changed."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from kvpress_prob.hf import LayerPrefill, Prefill, Upcoming
 from kvpress_prob.presses.attention_press import AttentionPress
 from kvpress_prob.presses.component import Component
+from kvpress_prob.presses.dropped_mass import newest_attention
 from kvpress_prob.presses.scoring import LayerScores, check_flags, log_weights, score_layer
 from kvpress_prob.sources.query_rows import CheckedSource
 
@@ -25,10 +26,13 @@ class Gathered:
         Log-weights of every layer, by component; -inf in the take-all stratum and at padding.
     take_all : list of Bool[Tensor, "b hkv t"]
         What is kept for certain in every layer.
+    attention : list of Float[Tensor, "b hkv t"]
+        ``newest_attention`` of every layer, or nothing where it was not asked for.
     """
 
     log_weights: list[list[Tensor]]
     take_all: list[Tensor]
+    attention: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class GatheringKey:
     ----------
     scorers : list of (type, dict, float, str or None)
         Classes of the scorers and their attributes, their proposal temperatures and what their scores are.
-    compression_ratio, uniform_mix, n_sink, n_recent
+    compression_ratio, uniform_mix, n_sink, n_recent, measure_dropped_mass
         As in ``Gathering``.
     """
 
@@ -48,6 +52,7 @@ class GatheringKey:
     uniform_mix: float
     n_sink: int
     n_recent: int
+    measure_dropped_mass: bool
 
 
 class Gathering:
@@ -61,6 +66,8 @@ class Gathering:
     uniform_mix : float
     n_sink, n_recent : int
         First and last entries of every head that are always kept.
+    measure_dropped_mass : bool
+        Note the attention of the newest rows too.
     """
 
     def __init__(
@@ -71,11 +78,14 @@ class Gathering:
         uniform_mix: float = 0.0,
         n_sink: int = 0,
         n_recent: int = 0,
+        measure_dropped_mass: bool = False,
     ):
         self.components = components
         self.compression_ratio = compression_ratio
         self.uniform_mix = uniform_mix
         self.n_sink, self.n_recent = n_sink, n_recent
+        self.measure_dropped_mass = measure_dropped_mass
+        self.attention: list[Tensor] = []
         # Scores of every layer, by component; empty for one that needs the finished prefill.
         self.scores: list[list[LayerScores]] = [[] for _ in components]
 
@@ -86,10 +96,13 @@ class Gathering:
         for component in self.components:
             own = {name: value for name, value in vars(component.press).items() if name != "compression_ratio"}
             scorers.append((type(component.press), own, component.proposal_temperature, component.scores_are))
-        return GatheringKey(scorers, self.compression_ratio, self.uniform_mix, self.n_sink, self.n_recent)
+        protected = self.n_sink, self.n_recent
+        return GatheringKey(scorers, self.compression_ratio, self.uniform_mix, *protected, self.measure_dropped_mass)
 
     def layer(self, layer: LayerPrefill) -> None:
         """Score one layer."""
+        if self.measure_dropped_mass:
+            self.attention.append(newest_attention(layer))
         padding = [0] * len(layer.keys) if layer.valid is None else (~layer.valid).sum(-1).tolist()
         for component, scores in zip(self.components, self.scores, strict=True):
             if not _needs_pass(component.press):
@@ -106,7 +119,7 @@ class Gathering:
                 component.press.compression_ratio = self.compression_ratio
                 everything = cast(AttentionPress, component.press).score_context(prefill)
                 self.scores[index] = [LayerScores(it, torch.zeros_like(it, dtype=torch.bool)) for it in everything]
-        gathered = Gathered([[] for _ in self.components], [])
+        gathered = Gathered([[] for _ in self.components], [], self.attention)
         flags: list[list[Tensor]] = [[] for _ in self.components]
         for scores in zip(*self.scores, strict=True):
             self._add_layer(gathered, scores, prefill.valid, flags)

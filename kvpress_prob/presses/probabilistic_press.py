@@ -73,6 +73,8 @@ class ProbabilisticPress(BasePress):
         The budget as entries that a head keeps on average, in place of ``compression_ratio``: of a context of t tokens,
         batch row by batch row, the share ``min(1, entries_per_head / t)``. With no more than ``n_sink + n_recent``
         entries those are all that is kept.
+    measure_dropped_mass : bool, default=False
+        Report, per head, the newest rows' attention to what was evicted (``report.dropped_mass``).
 
     Attributes
     ----------
@@ -95,6 +97,7 @@ class ProbabilisticPress(BasePress):
     max_weight: float = math.inf
     decoding: DecodingBudget | None = None
     entries_per_head: int | None = None
+    measure_dropped_mass: bool = False
     report: CompressionReport | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -116,8 +119,14 @@ class ProbabilisticPress(BasePress):
 
     def gathering(self, compression_ratio: float) -> Gathering:
         """What gathers this press' proposals from a prefill."""
-        mix, n_sink, n_recent = self.uniform_mix, self.n_sink, self.n_recent
-        return Gathering(self.components, compression_ratio, uniform_mix=mix, n_sink=n_sink, n_recent=n_recent)
+        return Gathering(
+            self.components,
+            compression_ratio,
+            uniform_mix=self.uniform_mix,
+            n_sink=self.n_sink,
+            n_recent=self.n_recent,
+            measure_dropped_mass=self.measure_dropped_mass,
+        )
 
     def draw(
         self, gathered: Gathered | None, prefill: Prefill, compression_ratio: float, seed: int | None

@@ -27,6 +27,9 @@ class CompressionReport:
         Bytes of the whole cache, sliding-window layers included, measured on its storages.
     seed : int or None
         Seed of the draw: pass it as ``seed=`` to repeat it. None when nothing is drawn.
+    dropped_mass : Float[Tensor, "layers b hkv"] or None
+        Attention of the newest 32 rows that falls on evicted entries, mean over rows and a group's query heads; None
+        unless the press has ``measure_dropped_mass`` and evicted something. A diagnostic, not an allocator.
     """
 
     target_ratio: float
@@ -38,6 +41,7 @@ class CompressionReport:
     bytes_before: int
     bytes_after: int
     seed: int | None
+    dropped_mass: Tensor | None = None
     settings: str = field(default="", repr=False)
 
     @property
@@ -92,4 +96,7 @@ class CompressionReport:
         ]
         if self.draws is not None:
             lines.append(f"  draws    {int(self.draws.min())} to {int(self.draws.max())} a head")
+        if self.dropped_mass is not None:
+            median, most = float(self.dropped_mass.median()), float(self.dropped_mass.max())
+            lines.append(f"  dropped  attention of the newest rows, per head: median {median:.1%}, at most {most:.1%}")
         return "\n".join(lines)
