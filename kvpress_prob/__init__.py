@@ -1,7 +1,7 @@
 """Probabilistic KV-cache eviction for kvpress: draw what each head keeps, evict the rest, correct attention while
 decoding."""
 
-from kvpress_prob.hf import DecodingBudget, load_compressed, save_compressed
+from kvpress_prob.hf import CacheBudget, load_compressed, save_compressed
 from kvpress_prob.presses import (
     PHYSICAL_PRESSES,
     PRESSES,
@@ -23,9 +23,9 @@ __all__ = [
     "PHYSICAL_PRESSES",
     "PRESSES",
     "AttentionPress",
+    "CacheBudget",
     "Component",
     "CompressionReport",
-    "DecodingBudget",
     "ExpectedQueries",
     "H2OPress",
     "Lookahead",

@@ -1,7 +1,8 @@
 """Floor 3: transformers. A cache layer over the ragged store, attention that reads it, and the watching of prefills."""
 
+from kvpress_prob.hf.bounding import bound_passes
+from kvpress_prob.hf.budget import CacheBudget
 from kvpress_prob.hf.cache import RaggedLayer
-from kvpress_prob.hf.decoding_budget import DecodingBudget, ResamplingSettings
 from kvpress_prob.hf.enclosing import (
     HiddenEntries,
     enclosed_prefills,
@@ -12,22 +13,27 @@ from kvpress_prob.hf.enclosing import (
 from kvpress_prob.hf.observing import AttentionInputs, attention_inputs
 from kvpress_prob.hf.packing import cache_bytes, compress_layer
 from kvpress_prob.hf.passes import batch_row, next_logits, one_more, repeated, scratch_copy, second_pass
+from kvpress_prob.hf.pool import PoolSettings
 from kvpress_prob.hf.prefill import LayerPrefill, Prefill, Upcoming
+from kvpress_prob.hf.resampling import ResamplingSettings
 from kvpress_prob.hf.saving import load_compressed, read_header, save_compressed
+from kvpress_prob.hf.settling import settle
 from kvpress_prob.hf.supported import decoder_of
 from kvpress_prob.hf.watching import watch_prefills
 
 __all__ = [
     "AttentionInputs",
-    "DecodingBudget",
+    "CacheBudget",
     "HiddenEntries",
     "LayerPrefill",
+    "PoolSettings",
     "Prefill",
     "RaggedLayer",
     "ResamplingSettings",
     "Upcoming",
     "attention_inputs",
     "batch_row",
+    "bound_passes",
     "cache_bytes",
     "compress_layer",
     "decoder_of",
@@ -42,6 +48,7 @@ __all__ = [
     "save_compressed",
     "scratch_copy",
     "second_pass",
+    "settle",
     "take_hidden",
     "watch_prefills",
 ]

@@ -14,7 +14,8 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvpress_prob.hf.attention import RaggedKeys, RaggedValues
-from kvpress_prob.hf.decoding_budget import Resampler, ResamplingSettings
+from kvpress_prob.hf.pool import Pool, PoolSettings
+from kvpress_prob.hf.resampling import Resampler, ResamplingSettings
 from kvpress_prob.ops import append, weighted_decode
 from kvpress_prob.ops.library import operator
 from kvpress_prob.ragged import RaggedKV
@@ -54,6 +55,8 @@ class RaggedLayer(CacheLayerMixin):
         self.appended = 0
         self.hides = False
         self.resampler = None if resampling is None else Resampler(resampling, store)
+        self.pool: Pool | None = None
+        self.watched = False  # inside a block that bounds this pass itself
         self.spent = False
 
     def __repr__(self) -> str:
@@ -87,7 +90,8 @@ class RaggedLayer(CacheLayerMixin):
             raise TypeError(
                 f"a compressed cache layer can be set to layer.keys[:, :, :n] only, got {type(first).__name__}"
             )
-        if self.resampler is not None and any(self.resampler.rounds) and first.length < self.context_length:
+        sampled = (self.resampler is not None and any(self.resampler.rounds)) or self.pool is not None
+        if sampled and first.length < self.context_length:
             self.spent = True
         else:
             self.crop(first.length)
@@ -99,11 +103,14 @@ class RaggedLayer(CacheLayerMixin):
         if self.spent:
             raise NotImplementedError(
                 "this cache was sampled again while decoding, so its context cannot answer another question: "
-                "compress the context again, or use a larger DecodingBudget"
+                "compress the context again, or use a larger CacheBudget"
             )
         n = key_states.shape[2]
         self.store = self.store.with_room(n)
         append(self.store, key_states, value_states)
+        if self.pool is not None:
+            length = self.get_seq_length()
+            self.pool.admit(self.store, torch.arange(length, length + n) - torch.tensor(self.padding).unsqueeze(-1))
         self.appended += n
         return self.keys, self.values
 
@@ -118,9 +125,7 @@ class RaggedLayer(CacheLayerMixin):
         store = self.store
         if mask is not None:
             if self.resampler is not None and not _shows_all(mask[..., -1, self.context_length :]):
-                raise NotImplementedError(
-                    "with a DecodingBudget, attention_mask may hide padding before the context only"
-                )
+                raise NotImplementedError("with a CacheBudget, attention_mask may hide padding before the context only")
             _APPLY_MASK(
                 store.log_w, store.start, store.length, mask, n, self.padding, self.context_length, self.appended
             )
@@ -143,12 +148,27 @@ class RaggedLayer(CacheLayerMixin):
 
     def _keep_to_budget(self, resampler: Resampler, query: Tensor, scaling: float, softcap: float | None) -> None:
         resampler.remember(query, self.appended)
-        rows = resampler.exceeded(self.appended, self.store.kv_heads)
+        rows = [] if self.watched else resampler.exceeded(self.appended, self.store.kv_heads)
         if rows:
             self.store = resampler.sample(self.store, rows, scaling, softcap)
             whole = cast(Tensor, resampler.queries).shape[2]
             self.context_length += self.appended - whole
             self.appended = whole
+
+    def start_pool(self, settings: PoolSettings, layer: int) -> None:
+        """Let everything that is held, and everything to come, be evicted in turn."""
+        self.pool = Pool(settings, layer, self.store.batch, self.store.kv_heads, self.store.log_w.device)
+        self.store = self.pool.adopt(self.store)
+        self.resampler = Resampler(settings.resampling(layer), self.store)
+        self.resampler.count(self.store, self.appended)
+
+    def become_context(self, length: int) -> None:
+        """Of the first ``length`` tokens, some have been evicted; those after are there as a whole."""
+        self.appended = self.get_seq_length() - length
+        self.context_length = length
+        if self.resampler is not None:
+            self.resampler.keep(self.appended)
+            self.resampler.count(self.store, self.appended)
 
     def get_seq_length(self) -> int:
         return self.context_length + self.appended
@@ -179,6 +199,8 @@ class RaggedLayer(CacheLayerMixin):
         self.padding = [self.padding[row] for row in rows]
         if self.resampler is not None:
             self.resampler.select_rows(rows)
+        if self.pool is not None:
+            self.pool.select_rows(rows)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)

@@ -6,7 +6,7 @@ from torch import Tensor
 from transformers import Cache
 
 from kvpress_prob.hf.cache import RaggedLayer
-from kvpress_prob.hf.decoding_budget import ResamplingSettings
+from kvpress_prob.hf.resampling import ResamplingSettings
 from kvpress_prob.ragged import RaggedKV
 
 
@@ -45,8 +45,9 @@ def cache_bytes(cache: Cache) -> int:
     storages: dict[int, int] = {}
     for layer in cache.layers:
         if isinstance(layer, RaggedLayer):
-            store = layer.store
-            tensors = [store.keys, store.values, store.log_w, store.start, store.length]
+            tensors = list(layer.store.tensors)
+            if layer.pool is not None:
+                tensors += [layer.pool.log_scale, layer.pool.log_tau]
             if layer.resampler is not None and layer.resampler.queries is not None:
                 tensors.append(layer.resampler.queries)
         else:

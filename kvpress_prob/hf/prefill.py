@@ -14,8 +14,8 @@ from kvpress_prob.hf.rotary import RotaryState
 class LayerPrefill:
     """One full-attention layer of a prefill: the arguments of kvpress' ``ScorerPress.score``.
 
-    ``kwargs`` holds the layer's ``AttentionInputs`` as ``"attention_inputs"`` and the validity [b, t] of its tokens as
-    ``"valid"``.
+    ``kwargs`` holds the layer's ``AttentionInputs`` as ``"attention_inputs"``, the validity [b, t] of its tokens as
+    ``"valid"`` and, where entries have weights already, their logarithms [b, t] as ``"column_bias"``.
     """
 
     module: nn.Module
@@ -34,6 +34,11 @@ class LayerPrefill:
     def valid(self) -> Tensor | None:
         """Validity [b, t] of the tokens; None when nothing is padding."""
         return self.kwargs.get("valid")
+
+    @property
+    def column_bias(self) -> Tensor | None:
+        """Log-weights [b, t] of the entries; None when all are 0."""
+        return self.kwargs.get("column_bias")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpress_prob.hf.decoding_budget import DecodingBudget, ResamplingSettings
+from kvpress_prob.hf.budget import CacheBudget
+from kvpress_prob.hf.pool import POSITION, SCORES, PoolSettings
+from kvpress_prob.hf.resampling import EXTRA, ResamplingSettings
 from kvpress_prob.maths.draw import SAMPLERS, DrawSettings
 from kvpress_prob.maths.importance import CORRECTIONS
 
@@ -37,7 +39,7 @@ _POSITIVE = ("a number > 0", lambda it: type(it) in (int, float) and it > 0)
 _REPORT = {"settings": _STRING, "target_ratio": _number(0, 1), "achieved_ratio": _number(0, 1), "seed": _SEED}
 _COMPRESSED = {
     "batch": _whole(1),
-    "context_length": _whole(1),
+    "context_length": _whole(0),
     "appended": _whole(0),
     "hides": _FLAG,
     "spent": _FLAG,
@@ -54,7 +56,26 @@ _RESAMPLING = {
     "seed": _SEED,
     "layer": _whole(0),
 }
-_BUDGET = {"max_entries": _whole(1), "interval": _whole(1), "queries": _whole(1)}
+_MAPPING = ("a mapping", lambda it: isinstance(it, dict))
+_FLAGS = (
+    "a list of true and false",
+    lambda it: isinstance(it, list) and len(it) > 0 and all(isinstance(part, bool) for part in it),
+)
+_BUDGET = {
+    "max_entries": ("an integer >= 1 or null", lambda it: it is None or (type(it) is int and it >= 1)),
+    "interval": _whole(1),
+    "queries": _whole(1),
+}
+_POOL = {
+    "budget": _MAPPING,
+    "draw": _MAPPING,
+    "compression_ratio": _number(0, 1),
+    "n_sink": _whole(0),
+    "n_recent": _whole(1),
+    "changing": _FLAGS,
+    "uniform": _FLAGS,
+    "seed": _SEED,
+}
 _TENSORS = {
     "compressed": {"keys": 2, "values": 2, "log_w": 1, "length": 1},
     "dense": {"keys": 4, "values": 4},
@@ -118,32 +139,61 @@ def _check_layer(path: Path, name: str, layer: Any, length: int) -> None:
     _check(path, f"{name}.", layer, _COMPRESSED)
     batch, context = layer["batch"], layer["context_length"]
     _agree(path, f"{name}.context_length + appended", context + layer["appended"], length)
-    padding = _per_row(batch, context - 1)
+    # Before a bounded cache has evicted anything, its context is the padding alone.
+    padding = _per_row(batch, context if "pool" in layer else context - 1)
     _check(path, f"{name}.", layer, {"padding": padding})
     if "resampling" in layer:
-        _check(path, f"{name}.", layer, {"resampling": ("a mapping", lambda it: isinstance(it, dict))})
+        _check(path, f"{name}.", layer, {"resampling": _MAPPING})
         _check(path, f"{name}.", layer, {"rounds": _per_row(batch, math.inf)})
         settings = layer["resampling"]
         _check(path, f"{name}.resampling.", settings, _RESAMPLING)
-        _check(path, f"{name}.resampling.", settings, {"budget": ("a mapping", lambda it: isinstance(it, dict))})
+        _check(path, f"{name}.resampling.", settings, {"budget": _MAPPING})
         _check(path, f"{name}.resampling.budget.", settings["budget"], _BUDGET)
+        if "pool" not in layer:  # whose budget may be a ratio of what was read
+            _check(path, f"{name}.resampling.budget.", settings["budget"], {"max_entries": _whole(1)})
         try:
             resampling_settings(settings)
         except (TypeError, ValueError) as error:
             raise _wrong(path, f"{name}.resampling", "settings of a press", error) from error
+        if "limit" in layer:
+            _check(path, f"{name}.", layer, {"limit": _per_row(batch, math.inf)})
+    if "pool" in layer:
+        _check(path, f"{name}.", layer, {"pool": _MAPPING, "resampling": _MAPPING})
+        _check_pool(path, f"{name}.pool.", layer["pool"], batch)
+
+
+def _check_pool(path: Path, name: str, pool: dict[str, Any], batch: int) -> None:
+    fields = {"settings": _MAPPING, "layer": _whole(0), "evicted": _FLAG, "boundary": _per_row(batch, math.inf)}
+    _check(path, name, pool, fields)
+    _check(path, f"{name}settings.", pool["settings"], _POOL)
+    _check(path, f"{name}settings.budget.", pool["settings"]["budget"], _BUDGET)
+    try:
+        settings = pool_settings(pool["settings"])
+    except (TypeError, ValueError) as error:
+        raise _wrong(path, f"{name}settings", "settings of a press", error) from error
+    if len(settings.changing) != len(settings.uniform):
+        raise _wrong(path, f"{name}settings.uniform", "as long as changing", settings.uniform)
+
+
+def pool_settings(described: dict[str, Any]) -> PoolSettings:
+    """The settings of a pool that a header describes."""
+    flags = {name: tuple(described[name]) for name in ("changing", "uniform")}
+    parts = {"budget": CacheBudget(**described["budget"]), "draw": DrawSettings(**described["draw"])}
+    return PoolSettings(**described | flags | parts)
 
 
 def resampling_settings(described: dict[str, Any]) -> ResamplingSettings:
     """The settings that a header describes."""
     draw = DrawSettings(**{name: described[name] for name in _DRAW})
     rest = {name: value for name, value in described.items() if name not in _DRAW}
-    return ResamplingSettings(**rest | {"budget": DecodingBudget(**described["budget"]), "draw": draw})
+    return ResamplingSettings(**rest | {"budget": CacheBudget(**described["budget"]), "draw": draw})
 
 
 def described_settings(settings: ResamplingSettings) -> dict[str, Any]:
     """Settings as a header describes them."""
     described = asdict(settings)
     draw = described.pop("draw")
+    described["budget"] = {name: described["budget"][name] for name in _BUDGET}
     return described | {name: draw[name] for name in _DRAW}
 
 
@@ -160,6 +210,9 @@ def check_tensors(path: Path, header: dict[str, Any], held: dict[str, Tensor]) -
         wanted = dict(_TENSORS[layer["kind"]])
         if "resampling" in layer and f"{index}.queries" in held:
             wanted["queries"] = 4
+        if "pool" in layer:
+            wanted |= {"log_scale": 3, "log_tau": 3}
+            wanted |= {f"column.{POSITION}": 1, f"column.{SCORES}": 2, f"column.{EXTRA}": 1}
         for name, dimensions in wanted.items():
             name = f"{index}.{name}"
             known.add(name)
@@ -210,6 +263,8 @@ def _check_compressed(path: Path, index: int, layer: dict[str, Any], held: dict[
     hidden = (log_w == -torch.inf) & (torch.arange(len(log_w), device=log_w.device) >= end - appended)
     if not (log_w.isfinite() | hidden).all():
         raise _wrong(path, f"{index}.log_w", "finite", "NaN" if log_w.isnan().any() else "infinite weights")
+    if "pool" in layer:
+        _check_pool_tensors(path, index, layer, held)
     queries = held.get(f"{index}.queries")
     if queries is None or "resampling" not in layer:
         return
@@ -219,6 +274,23 @@ def _check_compressed(path: Path, index: int, layer: dict[str, Any], held: dict[
     if not fits or queries.shape[3] != keys.shape[1] or queries.dtype not in _FLOATS:
         wanted = f"[{batch}, a multiple of {heads}, at most {most}, {keys.shape[1]}] floating numbers"
         raise _wrong(path, f"{index}.queries", wanted, f"{tuple(queries.shape)} of {queries.dtype}")
+
+
+def _check_pool_tensors(path: Path, index: int, layer: dict[str, Any], held: dict[str, Tensor]) -> None:
+    """Shapes and dtypes; any number is a score, a scale or a threshold, not a number too."""
+    entries, components = len(held[f"{index}.keys"]), len(layer["pool"]["settings"]["changing"])
+    per_head = (layer["batch"], components, len(held[f"{index}.length"]) // layer["batch"])
+    wanted = {
+        "log_scale": (per_head, torch.float64),
+        "log_tau": (per_head, torch.float64),
+        f"column.{POSITION}": ((entries,), torch.int32),
+        f"column.{SCORES}": ((entries, components), torch.float32),
+        f"column.{EXTRA}": ((entries,), torch.float32),
+    }
+    for name, (shape, dtype) in wanted.items():
+        got = held[f"{index}.{name}"]
+        if tuple(got.shape) != shape or got.dtype != dtype:
+            raise _wrong(path, f"{index}.{name}", f"{shape} of {dtype}", f"{tuple(got.shape)} of {got.dtype}")
 
 
 def _per_row(batch: int, most: float) -> tuple[str, Callable[[Any], bool]]:

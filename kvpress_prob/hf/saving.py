@@ -4,6 +4,7 @@ A file is in safetensors format: raw tensors and a JSON header, so loading runs 
 the stored entries without slack, of any other layer the dense tensors::
 
     tensors    "{layer}.keys" [n, d], "{layer}.values" [n, dv], "{layer}.log_w" [n], "{layer}.length" [batch * hkv]
+               "{layer}.column.{name}" [n, ...], "{layer}.log_scale", "{layer}.log_tau"    of a bounded cache's pool
                "{layer}.keys" [batch, hkv, t, d], "{layer}.values" [batch, hkv, t, dv]     where nothing is compressed
     header     "kvpress_prob": format, package, model, report, layers
 
@@ -14,6 +15,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,21 +27,23 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvpress_prob.hf.cache import RaggedLayer
-from kvpress_prob.hf.decoding_budget import Resampler
 from kvpress_prob.hf.files import replacing
 from kvpress_prob.hf.fingerprint import fingerprint
+from kvpress_prob.hf.pool import Pool
+from kvpress_prob.hf.resampling import Resampler
 from kvpress_prob.hf.saved_fields import (
     check_header,
     check_tensors,
     described_settings,
     parsed_header,
+    pool_settings,
     resampling_settings,
 )
 from kvpress_prob.hf.supported import check_cache
 from kvpress_prob.ragged import RaggedKV
 from kvpress_prob.ragged.store import INITIAL_ROOM
 
-FORMAT = 1
+FORMAT = 2
 _KEY = "kvpress_prob"
 
 
@@ -161,8 +165,19 @@ def _ragged(layer: RaggedLayer) -> tuple[dict[str, Any], dict[str, Tensor]]:
     held = {"keys": keys, "values": values, "log_w": log_w, "length": store.length.clone()}
     if layer.resampler is not None:
         described |= {"resampling": described_settings(layer.resampler.settings), "rounds": layer.resampler.rounds}
+        described["limit"] = layer.resampler.limit
         if layer.resampler.queries is not None:
             held["queries"] = layer.resampler.queries.contiguous()
+    if layer.pool is not None:
+        pool, (place, _) = layer.pool, store.entries()
+        described["pool"] = {
+            "settings": asdict(pool.settings),
+            "layer": pool.layer,
+            "boundary": pool.boundary,
+            "evicted": pool.evicted,
+        }
+        held |= {"log_scale": pool.log_scale.contiguous(), "log_tau": pool.log_tau.contiguous()}
+        held |= {f"column.{name}": column[place] for name, column in store.columns.items()}
     return described, held
 
 
@@ -201,9 +216,24 @@ def _compressed_layer(held: dict[str, Tensor], index: int, described: dict[str, 
     if "resampling" in described:
         layer.resampler = Resampler(resampling_settings(described["resampling"]), store)
         layer.resampler.rounds = described["rounds"]
+        layer.resampler.limit = described.get("limit", layer.resampler.limit)
         layer.resampler.count(store, layer.appended)
         layer.resampler.queries = held.get(f"{index}.queries")
+    if "pool" in described:
+        _restore_pool(held, index, described["pool"], layer)
     return layer
+
+
+def _restore_pool(held: dict[str, Tensor], index: int, described: dict[str, Any], layer: RaggedLayer) -> None:
+    store = layer.store
+    settings, device = pool_settings(described["settings"]), store.log_w.device
+    pool = Pool(settings, described["layer"], store.batch, store.kv_heads, device)
+    pool.boundary, pool.evicted = described["boundary"], described["evicted"]
+    pool.log_scale, pool.log_tau = held[f"{index}.log_scale"], held[f"{index}.log_tau"]
+    layer.store, layer.pool = pool.adopt(store), pool
+    place, _ = store.entries()
+    for name, column in layer.store.columns.items():
+        column[place] = held[f"{index}.column.{name}"]
 
 
 def _layer(held: dict[str, Tensor], index: int, described: dict[str, Any]) -> RaggedLayer | DynamicLayer:

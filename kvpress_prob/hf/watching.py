@@ -44,6 +44,24 @@ def watch_prefills(model: PreTrainedModel, start: Callable[[], PrefillWatcher]) 
     decoder = decoder_of(model)
     modules = [layer.self_attn for layer in decoder.layers]
     session = _Session(model, decoder, start)
+    with claimed(decoder):
+        try:
+            session.enter(modules)
+            yield
+        finally:
+            session.close()
+
+
+@contextmanager
+def claimed(decoder: Any) -> Iterator[None]:
+    """Let no other block watch the attention of a model for the length of this one.
+
+    Raises
+    ------
+    ValueError
+        If another does, or if the model attends with something else than sdpa or eager.
+    """
+    modules = [layer.self_attn for layer in decoder.layers]
     with _LOCK:
         if any(module in _OPEN for module in modules):
             raise ValueError("model is already inside a `with press(model)` block of a probabilistic press")
@@ -54,12 +72,10 @@ def watch_prefills(model: PreTrainedModel, start: Callable[[], PrefillWatcher]) 
             raise ValueError(f"model must have attn_implementation in {SUPPORTED_ATTENTION}, got {base!r}")
         _OPEN.update(modules)
     try:
-        session.enter(modules)
         yield
     finally:
         with _LOCK:
             _OPEN.difference_update(modules)
-        session.close()
 
 
 @dataclass

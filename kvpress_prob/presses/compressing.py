@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kvpress_prob.hf import DecodingBudget, Prefill, ResamplingSettings, cache_bytes, compress_layer
+from kvpress_prob.hf import CacheBudget, Prefill, ResamplingSettings, cache_bytes, compress_layer
 from kvpress_prob.maths.draw import Draw, DrawSettings, Proposal, draw, groups_of
 from kvpress_prob.maths.importance import effective_sample_size
 from kvpress_prob.maths.random import streams
@@ -30,7 +30,7 @@ def compress(
     ratios: Sequence[float],
     seed: int | None,
     *,
-    decoding: DecodingBudget | None = None,
+    decoding: CacheBudget | None = None,
     n_sink: int = 0,
 ) -> CompressionReport:
     """Draw and evict: ``prefill.cache`` is compressed in place.
@@ -48,7 +48,7 @@ def compress(
         Compression ratio of every batch row, in [0, 1). A cache is left as it is where all are 0.
     seed : int or None
         None takes a fresh seed from the operating system.
-    decoding : DecodingBudget, optional
+    decoding : CacheBudget, optional
         Bound while decoding.
     n_sink : int, default=0
         First entries that are kept while decoding.

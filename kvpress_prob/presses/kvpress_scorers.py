@@ -50,12 +50,15 @@ class ScoreRule:
         What the scorer protects; None for a scorer whose marks are not known: then ``take_all_stratum`` looks.
     note : str
         For the documentation.
+    never_changes : bool
+        Whether an entry's score depends on the entry alone, so that what comes later cannot change it.
     """
 
     scores_are: ScoresAre | None = None
     common_scale: bool = True
     ends: Ends | None = None
     note: str = ""
+    never_changes: bool = False
 
 
 def _nothing(press: Any, t: int) -> tuple[int, int]:
@@ -85,16 +88,16 @@ KVPRESS_SCORERS: dict[type[ScorerPress], ScoreRule] = {
     CURPress: ScoreRule("weights", ends=lambda press, t: (press.num_sinks, 0), note="sinks are protected"),
     ExpectedAttentionPress: _WEIGHTS_AND_SINKS,
     KeyDiffPress: ScoreRule("logits", False, _nothing, "minus cosines"),
-    KnormPress: ScoreRule("logits", False, _nothing, "minus norms"),
-    KVzapPress: ScoreRule("log_weights", True, _nothing, "predicted logarithms of attention"),
+    KnormPress: ScoreRule("logits", False, _nothing, "minus norms", never_changes=True),
+    KVzapPress: ScoreRule("log_weights", True, _nothing, "predicted logarithms of attention", never_changes=True),
     LagKVPress: ScoreRule(
         "weights", False, _lag_ends, "sinks and the last, incomplete partitions are protected; ranks of a partition"
     ),
     LeverageScorePress: ScoreRule("logits", False, _nothing, "z-scores of a layer"),
     NonCausalAttnPress: ScoreRule("logits", False, _nothing, "z-scores of a layer"),
     ObservedAttentionPress: ScoreRule("weights", True, _nothing, "needs attn_implementation='eager'"),
-    QFilterPress: ScoreRule("logits", False, _nothing, "dot products with a filter"),
-    RandomPress: ScoreRule("weights", True, _nothing, "uniform random numbers as weights"),
+    QFilterPress: ScoreRule("logits", False, _nothing, "dot products with a filter", never_changes=True),
+    RandomPress: ScoreRule("weights", True, _nothing, "uniform random numbers as weights", never_changes=True),
     SnapKVPress: ScoreRule("weights", ends=lambda press, t: (0, press.window_size), note="the window is protected"),
     StreamingLLMPress: ScoreRule(
         "weights",
@@ -116,7 +119,7 @@ def score_rule(press: ScorerPress, scores_are: ScoresAre | None = None) -> Score
     Parameters
     ----------
     press : ScorerPress
-        May declare ``scores_are`` as an attribute of its class.
+        May declare ``scores_are`` and ``scores_never_change`` as attributes of its class.
     scores_are : "weights", "log_weights", "logits" or None
         Goes before what is declared and known.
     """
@@ -126,7 +129,8 @@ def score_rule(press: ScorerPress, scores_are: ScoresAre | None = None) -> Score
         # Its first stage is marked with the largest number; what the inner scorer protects is among it or scaled.
         rule = _of_inner(score_rule(cast(CriticalKVPress, press).press))
     else:
-        rule = KVPRESS_SCORERS.get(scoring, ScoreRule())
+        never_changes = bool(getattr(press, "scores_never_change", False))
+        rule = KVPRESS_SCORERS.get(scoring, ScoreRule(never_changes=never_changes))
     if declared is None or declared == rule.scores_are:
         return rule
     return replace(rule, scores_are=declared, common_scale=declared != "logits")

@@ -9,11 +9,12 @@ from kvpress import BasePress, ScorerPress
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvpress_prob.hf import DecodingBudget, LayerPrefill, Prefill, Upcoming, watch_prefills
+from kvpress_prob.hf import CacheBudget, LayerPrefill, Prefill, Upcoming, bound_passes, watch_prefills
 from kvpress_prob.hf.borrowed import borrowed
 from kvpress_prob.maths.arguments import check_integer, check_ratio, check_seed
 from kvpress_prob.maths.draw import Allocation, BudgetWeighting, DrawSettings, Sampler
 from kvpress_prob.maths.importance import Correction
+from kvpress_prob.presses.bounding import Bounding, check_budget
 from kvpress_prob.presses.component import Component, shares_of
 from kvpress_prob.presses.compressing import compress
 from kvpress_prob.presses.gathering import Gathered, Gathering, check_sources
@@ -66,15 +67,16 @@ class ProbabilisticPress(BasePress):
         random state is never touched. Every batch row uses the same seed, so it is compressed as it would be alone.
     max_weight : float, default=inf
         Largest importance weight of a kept entry, at least 1. A cap trades a little bias for less variance.
-    decoding : DecodingBudget, optional, default=None
-        Bound the cache while decoding: layers that grow past the budget are sampled again, with this press' sampler,
-        correction, temperature, uniform mix and sinks. None keeps every token that is appended.
     entries_per_head : int, optional, default=None
         The budget as entries that a head keeps on average, in place of ``compression_ratio``: of a context of t tokens,
         batch row by batch row, the share ``min(1, entries_per_head / t)``. With no more than ``n_sink + n_recent``
         entries those are all that is kept.
     measure_dropped_mass : bool, default=False
         Report, per head, the newest rows' attention to what was evicted (``report.dropped_mass``).
+    budget : CacheBudget, optional, default=None
+        Bound the cache at all times, or only while decoding. None compresses once, after the prefill, and keeps every
+        token that is appended. With a budget, ``sampler="systematic"`` draws by priority, and scores that change are
+        drawn from again and again.
 
     Attributes
     ----------
@@ -95,9 +97,9 @@ class ProbabilisticPress(BasePress):
     n_recent: int = 0
     seed: int | None = None
     max_weight: float = math.inf
-    decoding: DecodingBudget | None = None
     entries_per_head: int | None = None
     measure_dropped_mass: bool = False
+    budget: CacheBudget | None = None
     report: CompressionReport | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self):
@@ -141,7 +143,7 @@ class ProbabilisticPress(BasePress):
             self.draw_settings,
             [compression_ratio if self.entries_per_head is None else self.ratio_of(length) for length in lengths],
             seed,
-            decoding=self.decoding,
+            decoding=self.budget,
             n_sink=self.n_sink,
         )
 
@@ -160,15 +162,10 @@ class ProbabilisticPress(BasePress):
         self._check_components()
         if len(self.components) > 1 and settings.sampler == "top_k":
             raise ValueError(f"sampler='top_k' draws nothing and takes one component, got {len(self.components)}")
-        if self.decoding is not None:
-            if not isinstance(self.decoding, DecodingBudget):
-                raise TypeError(f"decoding must be None or a DecodingBudget, got {type(self.decoding).__name__}")
-            certain = self.decoding.interval + self.decoding.queries + self.n_sink
-            if self.decoding.max_entries <= certain:
-                raise ValueError(
-                    f"decoding.max_entries must be more than interval + queries + n_sink = {certain}, "
-                    f"got {self.decoding.max_entries}"
-                )
+        if self.budget is not None:
+            if not isinstance(self.budget, CacheBudget):
+                raise TypeError(f"budget must be None or a CacheBudget, got {type(self.budget).__name__}")
+            check_budget(self)
 
     @property
     def evicts(self) -> bool:
@@ -215,7 +212,10 @@ class ProbabilisticPress(BasePress):
         with ExitStack() as stack:
             for scorer in {id(component.press): component.press for component in self.components}.values():
                 stack.enter_context(borrowed(scorer, "compression_ratio", self.compression_ratio))
-            stack.enter_context(watch_prefills(model, lambda: _Prefill(self)))
+            if self.budget is not None and self.budget.start == "prefill":
+                stack.enter_context(bound_passes(model, lambda: Bounding(self), self.budget))
+            else:
+                stack.enter_context(watch_prefills(model, lambda: _Prefill(self)))
             yield
 
 

@@ -9,12 +9,14 @@ outermost::
     start   [s]        int64, first place of each segment
     length  [s]        int64, entries of each segment
 
+``columns`` are further numbers of each entry, by name, for whoever evicts by them; most stores have none.
+
 ``room`` entries still fit behind *every* segment, so appending writes in place and asks no device for a length;
 ``with_room`` makes more room by a constant factor at a time. Places behind a segment's end are never read and may hold
 anything.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int64
@@ -45,6 +47,9 @@ class RaggedKV:
         Number of batch rows.
     room : int
         Entries that fit behind each segment.
+    columns : dict of str to Tensor
+        Companions [c, ...] of the entries, at the same places. Appending leaves them as they are: whoever added a
+        column fills in the new entries.
     """
 
     keys: Float[Tensor, "c d"]
@@ -54,6 +59,7 @@ class RaggedKV:
     length: Int64[Tensor, " s"]
     batch: int
     room: int
+    columns: dict[str, Tensor] = field(default_factory=dict)
 
     def check_layout(self) -> None:
         """Raise ``ValueError`` unless every buffer's entries are stored one after the other, from whatever place of its
@@ -71,8 +77,12 @@ class RaggedKV:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers, slack included."""
-        tensors = (self.keys, self.values, self.log_w, self.start, self.length)
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [self.keys, self.values, self.log_w, self.start, self.length, *self.columns.values()]
 
     @classmethod
     def pack(
@@ -130,17 +140,52 @@ class RaggedKV:
         device = self.start.device
         place = torch.arange(capacity, device=device)
         place += more * (torch.searchsorted(self.start, place, right=True) - 1).clamp(min=0)
+
+        def grown(old: Tensor) -> Tensor:
+            return old.new_empty(capacity + segments * more, *old.shape[1:]).index_copy_(0, place, old)
+
         with torch.inference_mode(False), torch.no_grad():
             return RaggedKV(
-                *(
-                    old.new_empty(capacity + segments * more, *old.shape[1:]).index_copy_(0, place, old)
-                    for old in (self.keys, self.values, self.log_w)
-                ),
+                *(grown(old) for old in (self.keys, self.values, self.log_w)),
                 start=self.start + more * torch.arange(segments, device=device),
                 length=self.length.clone(),
                 batch=self.batch,
                 room=room,
+                columns={name: grown(old) for name, old in self.columns.items()},
             )
+
+    def entries(self) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
+        """Place and segment of every stored entry, segment after segment. Asks the device for their number."""
+        segment = torch.arange(len(self.start), device=self.start.device).repeat_interleave(self.length)
+        first = self.length.cumsum(0) - self.length
+        place = torch.arange(len(segment), device=segment.device) + (self.start - first)[segment]
+        return place, segment
+
+    def keep(self, kept: Bool[Tensor, " n"], room: int) -> "RaggedKV":
+        """A new store of some of the ``entries``, in their order, with ``room`` behind each segment."""
+        place, segment = self.entries()
+        place, segment = place[kept], segment[kept]
+        length = torch.bincount(segment, minlength=len(self.start))
+        with torch.inference_mode(False), torch.no_grad():
+            new = RaggedKV.empty(self.keys, self.values, length.tolist(), self.batch, room)
+            first = length.cumsum(0) - length
+            target = torch.arange(len(place), device=place.device) + (new.start - first)[segment]
+            new.columns = {name: old.new_empty(len(new.log_w), *old.shape[1:]) for name, old in self.columns.items()}
+            for name, old in self.columns.items():
+                new.columns[name].index_copy_(0, target, old[place])
+            for mine, old in ((new.keys, self.keys), (new.values, self.values), (new.log_w, self.log_w)):
+                mine.index_copy_(0, target, old[place])
+        return new
+
+    def newest(self, n: int) -> tuple[Float[Tensor, "b hkv n d"], Float[Tensor, "b hkv n dv"]]:
+        """Copies of the newest ``n`` keys and values of every segment, which must have so many."""
+        places = (self.start + self.length).unsqueeze(-1) - torch.arange(n, 0, -1, device=self.start.device)
+        places = places.unflatten(0, (self.batch, -1))
+        return self.keys[places], self.values[places]
+
+    def with_columns(self, **columns: Tensor) -> "RaggedKV":
+        """This store with further columns; its buffers are shared."""
+        return replace(self, columns={**self.columns, **columns})
 
     def select_rows(self, rows: list[int]) -> "RaggedKV":
         """A copy with the given batch rows, in the given order; a row may be named several times."""
@@ -174,10 +219,13 @@ class RaggedKV:
         starts, lengths = self.start.tolist(), self.length.tolist()
         with torch.inference_mode(False), torch.no_grad():
             new = RaggedKV.empty(self.keys, self.values, [lengths[segment] for segment in segments], batch, room)
+            new.columns = {name: old.new_empty(len(new.log_w), *old.shape[1:]) for name, old in self.columns.items()}
             for segment, to in zip(segments, new.start.tolist(), strict=True):
                 source = slice(starts[segment], starts[segment] + lengths[segment])
                 target = slice(to, to + lengths[segment])
                 new.keys[target] = self.keys[source]
                 new.values[target] = self.values[source]
                 new.log_w[target] = self.log_w[source]
+                for name, old in self.columns.items():
+                    new.columns[name][target] = old[source]
         return new

@@ -50,6 +50,7 @@ class PrefillRows:
         else:
             rows = weights.any(0).nonzero().squeeze(-1)
             weights = weights[:, rows]
+        bias = layer.column_bias
         return QueryRows(
             query=inputs.query if len(rows) == n else inputs.query[:, :, rows],
             keys=keys,
@@ -60,4 +61,5 @@ class PrefillRows:
             softcap=inputs.softcap,
             positions=rows + t - n,
             valid=layer.valid,
+            column_bias=None if bias is None else bias.unsqueeze(1).expand(-1, inputs.query.shape[1], -1),
         )

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from kvpress_prob import DecodingBudget
+from kvpress_prob import CacheBudget
 from kvpress_prob.maths.draw import SAMPLERS, DrawSettings, Proposal, draw
 from kvpress_prob.maths.random import streams
 from tests.helpers.compare import compress, press_of
@@ -32,22 +32,22 @@ def split(model):
 
 
 @pytest.mark.parametrize("padding", [0, 8])
-@pytest.mark.parametrize("decoding", [None, DecodingBudget(max_entries=40, interval=8, queries=8)])
+@pytest.mark.parametrize("budget", [None, CacheBudget(max_entries=40, interval=8, queries=8, start="decoding")])
 @pytest.mark.parametrize("ratio", [0.0, 0.5])
 @pytest.mark.parametrize("attn", ["sdpa", "eager"])
-def test_layers_on_different_devices(attn, ratio, decoding, padding):
+def test_layers_on_different_devices(attn, ratio, budget, padding):
     """Scenario S29: all of a layer's data is on its device, and the logits are those of one device."""
     mask = torch.ones(2, 40, dtype=torch.long)
     mask[1, :padding] = 0
     results = []
     for model in (tiny_llama(attn=attn), split(tiny_llama(attn=attn))):
-        cache = compress(model, tokens(40, batch=2), press_of(ratio, decoding=decoding), attention_mask=mask)
+        cache = compress(model, tokens(40, batch=2), press_of(ratio, budget=budget), attention_mask=mask)
         longer = mask
         for step in range(20):
             longer = nn.functional.pad(longer, (0, 1), value=1)
             ids = tokens(1, batch=2, seed=step)
             results.append(model(ids, past_key_values=cache, attention_mask=longer).logits)
-    if ratio or decoding:
+    if ratio or budget:
         store = cache.layers[-1].store
         devices = {it.device.type for it in (store.keys, store.values, store.log_w, store.start, store.length)}
         assert devices == {DEVICE}

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvpress_prob import DecodingBudget, load_compressed, save_compressed
+from kvpress_prob import CacheBudget, load_compressed, save_compressed
 from kvpress_prob.hf import RaggedLayer, ResamplingSettings, cache_bytes
 from kvpress_prob.maths.draw import DrawSettings
 from kvpress_prob.ragged import RaggedKV
@@ -14,7 +14,7 @@ from tests.helpers.compare import compress, greedy, press_of
 from tests.helpers.models import ARCHITECTURES, tiny_gemma3, tiny_llama, tokens, words
 from tests.test_generate import pipeline_of
 
-SMALL = DecodingBudget(max_entries=40, interval=8, queries=8)
+SMALL = CacheBudget(max_entries=40, interval=8, queries=8, start="decoding")
 
 
 @pytest.fixture(params=["sdpa", "eager"])
@@ -58,7 +58,7 @@ def test_the_weighted_mass_is_the_dense_mass_on_average(sampler, correction):
     want = torch.cat([dense.sum(0, keepdim=True), dense @ values[0, 0]])
     got = []
     for seed in range(10):
-        budget = DecodingBudget(max_entries=40, interval=20, queries=4)
+        budget = CacheBudget(max_entries=40, interval=20, queries=4)
         layer = layer_of(keys[:, :, :30], values[:, :, :30], budget, seed, sampler=sampler, correction=correction)
         for begin in range(30, 230, 10):
             new = slice(begin, begin + 10)
@@ -84,7 +84,7 @@ def test_a_larger_budget_is_closer():
     full = torch.softmax(0.25 * queries[0, 0, -1] @ keys[0, 0].mT, -1) @ values[0, 0]
     errors = []
     for entries in (60, 120, 240, 480):
-        layer = layer_of(keys[:, :, :10], values[:, :, :10], DecodingBudget(entries, 20, 8), seed=0)
+        layer = layer_of(keys[:, :, :10], values[:, :, :10], CacheBudget(entries, interval=20, queries=8), seed=0)
         for begin in range(10, 600, 10):
             new = slice(begin, begin + 10)
             layer.update(keys[:, :, new], values[:, :, new])
@@ -95,7 +95,9 @@ def test_a_larger_budget_is_closer():
 
 
 def test_nothing_is_evicted_below_the_budget(model):
-    bounded = compress(model, tokens(30), press_of(0.5, decoding=DecodingBudget(200, 20, 8)))
+    bounded = compress(
+        model, tokens(30), press_of(0.5, budget=CacheBudget(200, interval=20, queries=8, start="decoding"))
+    )
     plain = compress(model, tokens(30), press_of(0.5))
     for step in range(100):
         ids = tokens(1, seed=step)
@@ -108,11 +110,11 @@ def test_nothing_is_evicted_below_the_budget(model):
 def test_a_round_that_keeps_everything_changes_nothing(name, attn, monkeypatch):
     """All of a round but its draw: alignment, packing, weights, masks, positions."""
     monkeypatch.setattr(
-        "kvpress_prob.hf.decoding_budget.resample",
+        "kvpress_prob.hf.resampling.resample",
         lambda log_w, weights, take_all, **_: (take_all | (weights > 0), log_w),
     )
     model = ARCHITECTURES[name].build(attn)
-    bounded = compress(model, tokens(30), press_of(0.5, decoding=SMALL))
+    bounded = compress(model, tokens(30), press_of(0.5, budget=SMALL))
     plain = compress(model, tokens(30), press_of(0.5))
     for step in range(60):
         ids = tokens(1 + step % 3, seed=step)
@@ -126,7 +128,7 @@ def test_a_round_that_keeps_everything_changes_nothing(name, attn, monkeypatch):
 
 def test_a_generation_of_4000_tokens_stays_under_the_budget():
     model = tiny_llama(layers=1)
-    cache = compress(model, tokens(300), press_of(0.5, decoding=DecodingBudget(max_entries=128)))
+    cache = compress(model, tokens(300), press_of(0.5, budget=CacheBudget(max_entries=128, start="decoding")))
     ids, largest = tokens(1), 0
     for _ in range(4000):
         ids = logits(model, cache, ids)[:, -1:].argmax(-1)
@@ -139,7 +141,7 @@ def test_a_generation_of_4000_tokens_stays_under_the_budget():
 
 @pytest.mark.parametrize("length", [1, 5, 300])
 def test_a_pass_of_any_length_ends_under_the_budget(model, length):
-    cache = compress(model, tokens(100), press_of(0.3, decoding=SMALL))
+    cache = compress(model, tokens(100), press_of(0.3, budget=SMALL))
     for step in range(0, 300, length):
         logits(model, cache, tokens(length, seed=step))
         assert all(stored(layer) <= 40 for layer in cache.layers)
@@ -147,7 +149,7 @@ def test_a_pass_of_any_length_ends_under_the_budget(model, length):
 
 
 def test_ratio_zero_bounds_decoding_only(model):
-    press = press_of(0.0, decoding=SMALL)
+    press = press_of(0.0, budget=SMALL)
     cache = compress(model, tokens(30), press)
     assert press.report.achieved_ratio == 0
     assert all(isinstance(layer, RaggedLayer) for layer in cache.layers)
@@ -160,7 +162,7 @@ def test_ratio_zero_bounds_decoding_only(model):
 
 def test_sliding_layers_are_left_alone():
     model = tiny_gemma3()
-    cache = compress(model, tokens(30), press_of(0.5, decoding=SMALL))
+    cache = compress(model, tokens(30), press_of(0.5, budget=SMALL))
     for step in range(60):
         logits(model, cache, tokens(1, seed=step))
     assert stored(cache.layers[5]) <= 40
@@ -169,7 +171,7 @@ def test_sliding_layers_are_left_alone():
 
 def test_sinks_and_the_newest_queries_entries_are_kept():
     model = tiny_llama()
-    cache = compress(model, tokens(30), press_of(0.5, decoding=SMALL, n_sink=3))
+    cache = compress(model, tokens(30), press_of(0.5, budget=SMALL, n_sink=3))
     sinks = [layer.store.segment(0, head)[0][:3].clone() for layer in cache.layers for head in range(2)]
     for step in range(100):
         logits(model, cache, tokens(1, seed=step))
@@ -186,7 +188,7 @@ def test_it_is_reproducible_and_the_seed_matters(model):
     results = []
     for seed in (3, 3, 4):
         before = torch.get_rng_state()
-        cache = compress(model, tokens(30), press_of(0.5, decoding=SMALL, seed=seed))
+        cache = compress(model, tokens(30), press_of(0.5, budget=SMALL, seed=seed))
         results.append(torch.cat([logits(model, cache, tokens(1, seed=step)) for step in range(60)]))
         assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(results[0], results[1])
@@ -195,7 +197,7 @@ def test_it_is_reproducible_and_the_seed_matters(model):
 
 @pytest.mark.parametrize("how", ["deepcopy", "file"])
 def test_a_copy_goes_on_as_the_original(model, how, tmp_path):
-    cache = compress(model, tokens(30), press_of(0.5, decoding=SMALL))
+    cache = compress(model, tokens(30), press_of(0.5, budget=SMALL))
     for step in range(37):
         logits(model, cache, tokens(1, seed=step))
     if how == "file":
@@ -210,7 +212,7 @@ def test_a_copy_goes_on_as_the_original(model, how, tmp_path):
 
 
 def test_rows_of_a_padded_batch_equal_rows_alone(model):
-    lengths, press = (30, 18), press_of(0.5, decoding=SMALL)
+    lengths, press = (30, 18), press_of(0.5, budget=SMALL)
     batch = tokens(30, batch=2)
     mask = torch.stack([torch.arange(30) >= 30 - length for length in lengths]).long()
     longer = torch.nn.functional.pad(mask, (0, 60), value=1)
@@ -227,7 +229,7 @@ def test_rows_of_a_padded_batch_equal_rows_alone(model):
 
 
 def test_reordered_rows_take_their_rounds_and_queries_along(model):
-    cache = compress(model, tokens(30, batch=2), press_of(0.5, decoding=SMALL))
+    cache = compress(model, tokens(30, batch=2), press_of(0.5, budget=SMALL))
     swapped = copy.deepcopy(cache)
     for step in range(30):
         logits(model, cache, tokens(1, batch=2, seed=step))
@@ -239,7 +241,7 @@ def test_reordered_rows_take_their_rounds_and_queries_along(model):
 
 
 def test_tokens_after_the_last_round_can_be_cropped(model):
-    cache, compared = compress(model, tokens(30), press_of(0.5, decoding=SMALL)), 0
+    cache, compared = compress(model, tokens(30), press_of(0.5, budget=SMALL)), 0
     for step in range(60):
         before, length = copy.deepcopy(cache), cache.get_seq_length()
         logits(model, cache, tokens(1, seed=step))
@@ -255,7 +257,7 @@ def test_tokens_after_the_last_round_can_be_cropped(model):
 
 
 def test_cropping_all_recorded_queries_leaves_a_working_layer(model):
-    cache = compress(model, tokens(30), press_of(0.5, decoding=SMALL))
+    cache = compress(model, tokens(30), press_of(0.5, budget=SMALL))
     logits(model, cache, tokens(3, seed=1))
     cache.crop(30)
     assert cache.layers[0].resampler.queries is None
@@ -266,7 +268,7 @@ def test_cropping_all_recorded_queries_leaves_a_working_layer(model):
 
 def test_generate_with_a_budget(model):
     settings = {"max_new_tokens": 60, "do_sample": False, "eos_token_id": None}
-    with press_of(0.5, decoding=SMALL)(model):
+    with press_of(0.5, budget=SMALL)(model):
         got = model.generate(tokens(30), **settings)
         want = greedy(model, DynamicCache(), tokens(30), 60)
         beams = model.generate(tokens(30), num_beams=3, **settings)
@@ -276,7 +278,7 @@ def test_generate_with_a_budget(model):
 
 def test_the_pipeline_answers_one_question_and_says_why_not_two():
     model = tiny_llama()
-    pipe, press = pipeline_of(model), press_of(0.5, decoding=SMALL)
+    pipe, press = pipeline_of(model), press_of(0.5, budget=SMALL)
     model.generation_config.eos_token_id = None
     context, question = words(tokens(30)), words(tokens(4, seed=1))
     assert pipe(context, question=question, press=press, max_new_tokens=60)["answer"]
@@ -286,10 +288,10 @@ def test_the_pipeline_answers_one_question_and_says_why_not_two():
 
 
 def test_padding_between_context_and_question_is_refused(model):
-    cache = compress(model, tokens(30, batch=2), press_of(0.5, decoding=SMALL))
+    cache = compress(model, tokens(30, batch=2), press_of(0.5, budget=SMALL))
     mask = torch.ones(2, 34, dtype=torch.long)
     mask[1, 30:32] = 0
-    with pytest.raises(NotImplementedError, match="with a DecodingBudget, attention_mask may hide padding before"):
+    with pytest.raises(NotImplementedError, match="with a CacheBudget, attention_mask may hide padding before"):
         logits(model, cache, tokens(4, batch=2), attention_mask=mask)
 
 
@@ -299,16 +301,16 @@ def test_padding_between_context_and_question_is_refused(model):
         ({"max_entries": 0}, "max_entries must be an integer >= 1, got 0"),
         ({"max_entries": 100, "interval": 0}, "interval must be an integer >= 1, got 0"),
         ({"max_entries": 100, "queries": 1.5}, "queries must be an integer >= 1, got 1.5"),
-        ({"max_entries": 96}, r"max_entries must be more than interval \+ queries = 96, got 96"),
+        ({"max_entries": 96}, r"max_entries must be more than interval \+ queries \+ room = 96, got 96"),
     ],
 )
 def test_refuses_bad_budgets(kwargs, message):
     with pytest.raises(ValueError, match=message):
-        DecodingBudget(**kwargs)
+        CacheBudget(**kwargs)
 
 
 def test_the_press_refuses_what_cannot_be_met():
-    with pytest.raises(TypeError, match="decoding must be None or a DecodingBudget, got int"):
-        press_of(decoding=100)
-    with pytest.raises(ValueError, match=r"interval \+ queries \+ n_sink = 46, got 40"):
-        press_of(decoding=SMALL, n_sink=30)
+    with pytest.raises(TypeError, match="budget must be None or a CacheBudget, got int"):
+        press_of(budget=100)
+    with pytest.raises(ValueError, match=r"n_sink = 46, got 40"):
+        press_of(budget=SMALL, n_sink=30)

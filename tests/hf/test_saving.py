@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, StaticCache
 
-from kvpress_prob import DecodingBudget, load_compressed, save_compressed
+from kvpress_prob import CacheBudget, load_compressed, save_compressed
 from kvpress_prob.hf import read_header, saving
 from tests.helpers.compare import compress, dense, greedy, press_of
 from tests.helpers.models import ARCHITECTURES, build, tiny_gemma3, tiny_llama, tokens
@@ -175,7 +175,7 @@ def test_a_header_that_does_not_fit_the_tensors_is_refused(saved, path):
 def everything(path):
     """A file with every kind of layer and field: padding, hidden tokens, a budget while decoding, sliding layers."""
     model = tiny_gemma3()
-    press = press_of(0.5, decoding=DecodingBudget(24, interval=4, queries=3))
+    press = press_of(0.5, budget=CacheBudget(24, interval=4, queries=3, start="decoding"))
     mask = torch.ones(2, 30, dtype=torch.long)
     mask[1, :8] = 0
     with press(model):
@@ -231,7 +231,8 @@ def test_every_field_of_a_header_is_checked(everything, path):
                 fine += 1
                 # Numbers that are possible, and a model or a report that is left out.
                 assert field in ("model", "report", "settings", "target_ratio", "achieved_ratio", "seed", "uniform_mix",
-                                 "temperature", "hides", "spent", "resampling", "rounds"), (place, value)  # fmt: skip
+                                 "temperature", "hides", "spent", "resampling", "rounds",
+                                     "limit"), (place, value)  # fmt: skip
                 assert loaded.get_seq_length() == header["logical_length"]
     assert fine < 60
 

@@ -6,7 +6,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kvpress_prob.maths.arguments import check_integer
+from kvpress_prob.hf.budget import CacheBudget
 from kvpress_prob.maths.draw import DrawSettings
 from kvpress_prob.maths.proposals import check_finite, log_normalise, log_proposal, min_variance_proposal
 from kvpress_prob.maths.random import streams
@@ -14,42 +14,9 @@ from kvpress_prob.maths.resampling import resample
 from kvpress_prob.ops import attention_mass
 from kvpress_prob.ragged import RaggedKV
 
-
-@dataclass(frozen=True)
-class DecodingBudget:
-    """
-    How much a compressed cache may hold while it is decoded from.
-
-    Whenever a layer holds more than ``max_entries`` per KV head at the end of a forward pass, it is sampled again down
-    to ``max_entries - interval``: entries, evicted with the probabilities and weighted with the rules of the press, by
-    what the most recent queries attend to. Those queries' own entries are kept for certain.
-
-    Parameters
-    ----------
-    max_entries : int
-        Mean number of entries per KV head of a layer; the heads of a layer share their total.
-    interval : int, default=64
-        Number of tokens that fit between two samplings. Sampling more often costs time and accuracy.
-    queries : int, default=32
-        Number of most recent queries that proposals are made from.
-    """
-
-    max_entries: int
-    interval: int = 64
-    queries: int = 32
-
-    def __post_init__(self):
-        for name, value in (
-            ("max_entries", self.max_entries),
-            ("interval", self.interval),
-            ("queries", self.queries),
-        ):
-            check_integer(name, value, 1)
-        if self.max_entries <= self.interval + self.queries:
-            raise ValueError(
-                f"max_entries must be more than interval + queries = {self.interval + self.queries}, "
-                f"got {self.max_entries}"
-            )
+UNLIMITED = 2**62
+EXTRA = "extra_log_w"
+"""Column of a bounded cache's store: the part of a log-weight that its pool does not know of."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +25,7 @@ class ResamplingSettings:
 
     Attributes
     ----------
-    budget : DecodingBudget
+    budget : CacheBudget
     draw : DrawSettings
         As in the press.
     n_sink : int
@@ -69,7 +36,7 @@ class ResamplingSettings:
         Index of the layer.
     """
 
-    budget: DecodingBudget
+    budget: CacheBudget
     draw: DrawSettings
     n_sink: int
     seed: int
@@ -91,6 +58,8 @@ class Resampler:
         How often each batch row was sampled again.
     held : list of int
         Entries that each batch row stores besides the layer's appended ones.
+    limit : list of int
+        Entries that each batch row may store; a layer whose heads have no even share of a budget sets its own.
     queries : Float[Tensor, "b hq n d"] or None
         The most recent queries; their entries are the newest ``n`` of every segment.
     """
@@ -98,6 +67,8 @@ class Resampler:
     def __init__(self, settings: ResamplingSettings, store: RaggedKV):
         self.settings = settings
         self.rounds = [0] * store.batch
+        most = settings.budget.max_entries
+        self.limit = [UNLIMITED if most is None else most * store.kv_heads] * store.batch
         self.queries: Tensor | None = None
         self.count(store, 0)
 
@@ -111,6 +82,10 @@ class Resampler:
         recent = query if self.queries is None else torch.cat([self.queries, query], 2)
         self.queries = recent[:, :, -min(self.settings.budget.queries, appended) :].detach().clone()
 
+    def keep(self, n: int) -> None:
+        """Only the newest ``n`` tokens are whole."""
+        self.queries = None if self.queries is None else self.queries[:, :, -n:]
+
     def forget(self, n: int) -> None:
         """The newest ``n`` tokens were cropped."""
         if self.queries is not None and n:
@@ -119,12 +94,13 @@ class Resampler:
     def select_rows(self, rows: list[int]) -> None:
         self.rounds = [self.rounds[row] for row in rows]
         self.held = [self.held[row] for row in rows]
+        self.limit = [self.limit[row] for row in rows]
         self.queries = None if self.queries is None else self.queries[rows]
 
     def exceeded(self, appended: int, kv_heads: int) -> list[int]:
         """Batch rows that hold more than the budget. Nothing is asked of the device."""
-        limit = (self.settings.budget.max_entries - appended) * kv_heads
-        return [row for row, count in enumerate(self.held) if count > limit]
+        stored = [count + appended * kv_heads for count in self.held]
+        return [row for row, (count, limit) in enumerate(zip(stored, self.limit, strict=True)) if count > limit]
 
     def sample(self, store: RaggedKV, rows: list[int], scaling: float, softcap: float | None) -> RaggedKV:
         """The store with the given batch rows sampled again; the others keep what they have.
@@ -158,14 +134,17 @@ class Resampler:
                 log_w[these],
                 weights[these],
                 take_all[these],
-                keep=settings.budget.max_entries - settings.budget.interval,
+                keep=max(self.limit[row] / heads - settings.budget.interval, 1),
                 settings=settings.draw,
                 stream=streams(
                     settings.seed, settings.layer, torch.arange(heads, device=valid.device), self.rounds[row] + 1
                 ),
             )
             self.rounds[row] += 1
-        keys, values, kept, log_w = (it.unflatten(0, (store.batch, heads)) for it in (keys, values, kept, log_w))
-        sampled = RaggedKV.pack(keys, values, kept, log_w, room=settings.budget.interval)
+        place, _ = store.entries()  # in the order of the valid places of an aligned copy
+        if EXTRA in store.columns:
+            store.columns[EXTRA][place] += log_w[valid] - store.log_w[place]
+        store.log_w[place] = log_w[valid]
+        sampled = store.keep(kept[valid], settings.budget.interval)
         self.count(sampled, n)
         return sampled
