@@ -6,7 +6,17 @@ from dataclasses import asdict, replace
 import pandas as pd
 import pytest
 
-from benchmarks import attention_error, decode_cpu, halves, pooled, prefill_cost, running, target_ratio, text_fidelity
+from benchmarks import (
+    attention_error,
+    decode_cpu,
+    halves,
+    physical,
+    pooled,
+    prefill_cost,
+    running,
+    target_ratio,
+    text_fidelity,
+)
 from kvpress_prob.records import to_line
 from tests.helpers.evaluation import save_tiny_model
 from tests.helpers.records import made_up_run
@@ -82,6 +92,21 @@ def test_prefill_cost(files, tmp_path, capsys):
     assert rows[0]["over_dense"] == rows[0]["bytes_over_dense"] == 1
     assert all(row["bytes_over_dense"] < 1 for row in rows[1:])
     assert "prefill of 200 tokens" in capsys.readouterr().out
+
+
+def test_physical(files, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(physical, "WORDS", 20)
+    presses = ["adakv_snapkv_physical", "kvzip_physical", "duo_attention_physical"]
+    arguments = ["--tokens", "200", "--ratio", "0.5", "--rounds", "1", "--press", *presses]
+    rows = {(row["press"], row["way"]): row for row in run(physical, files, tmp_path, *arguments)}
+    assert len(rows) == 1 + 2 * len(presses)
+    for name in ("adakv_snapkv", "kvzip", "duo_attention"):
+        hidden, evicted = rows[name, "hidden"], rows[name, "evicted"]
+        assert hidden["bytes_over_dense"] >= 1 > evicted["bytes_over_dense"]
+        assert hidden["achieved_ratio"] == evicted["achieved_ratio"] > 0.2
+        assert evicted["same_tokens"]
+    assert rows["kvzip", "hidden"]["bytes_over_dense"] > 1.9
+    assert "ratio 0.5, median of 1 rounds" in capsys.readouterr().out
 
 
 def test_text_fidelity(files, tmp_path, capsys):
