@@ -1,0 +1,246 @@
+"""What makes a GPU wait for the host, counted without one: ``python -m benchmarks.host_waits``.
+
+A *read* brings a value back to the host: ``.item()``, ``bool(tensor)``, ``.tolist()``, ``torch.equal``, ``nonzero``,
+``unique``, ``repeat_interleave`` without a size, boolean indexing, a copy to the CPU. An *operation* is a call of a torch
+operator. Both are counted where this package makes them, in a small model of random weights on the CPU, by phase; what
+transformers and torch do by themselves is not. Tensors that were made without a device, or copied to the host before,
+are on the host: looking at them waits for nothing. The package's own operators (``torch.ops.kvpress_prob``) are one
+operation each; on a GPU their bodies are kernels.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pandas as pd
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.running import RESULTS, show, write
+from kvpress_prob import MinVariancePress, ProbabilisticPress
+
+PACKAGE, ELSEWHERE = "/kvpress_prob/", ("/transformers/", "/kvpress/")
+OPERATORS_WITH_READS = ("apply_mask",)
+"""Operators of the package whose body is host code on every device."""
+READS_OF_VALUES = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim",
+                   "unique_consecutive", "bincount"}  # fmt: skip
+
+
+@dataclass
+class Counts:
+    """Reads and operations of the package, by phase; ``where`` counts the lines that read."""
+
+    reads: Counter[str] = field(default_factory=Counter)
+    operations: Counter[str] = field(default_factory=Counter)
+    where: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+
+def _caller() -> tuple[str, str] | None:
+    """Phase and line of the innermost frame of the package, or None when transformers or kvpress called."""
+    frame, line, phase = sys._getframe(2), None, "running"
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if line is None:
+            if PACKAGE in name:
+                line = f"{name.split(PACKAGE)[1]}:{frame.f_lineno}"
+            elif any(part in name for part in ELSEWHERE):
+                return None
+        if frame.f_code.co_name == "after_model":
+            phase = "after the prefill"
+        frame = frame.f_back
+    return None if line is None else (phase, line)
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.counts = Counts()
+        self.on_host = WeakTensorKeyDictionary()
+        self.inside = False  # the body of one of the package's operators
+
+    def read(self, tensors: list[Tensor]) -> None:
+        caller = _caller()
+        if self.inside or caller is None or all(tensor in self.on_host for tensor in tensors):
+            return
+        self.counts.reads[caller[0]] += 1
+        self.counts.where[caller] += 1
+
+    def made(self, result: Any, tensors: list[Tensor], host: bool) -> None:
+        """``result`` is on the host if what it was made of is."""
+        if host if not tensors else all(tensor in self.on_host for tensor in tensors):
+            for tensor in _tensors(result):
+                self.on_host[tensor] = True
+
+
+class _Functions(TorchFunctionMode):
+    """Sees what never becomes an operator: lists, and copies to the CPU, which is where everything is."""
+
+    def __init__(self, counter: _Counter) -> None:
+        self.counter = counter
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        tensors = _tensors((args, kwargs))
+        to_host = name in ("cpu", "numpy") or (name == "to" and "cpu" in [str(it) for it in (*args[1:2], kwargs.get("device"))])
+        if name == "tolist" or to_host:
+            self.counter.read(tensors[:1])
+        result = func(*args, **kwargs)
+        if to_host and isinstance(result, Tensor):
+            result = result.clone()
+            self.counter.on_host[result] = True
+        elif not tensors:
+            self.counter.made(result, tensors, host=kwargs.get("device") is None)
+        return result
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, counter: _Counter) -> None:
+        super().__init__()
+        self.counter = counter
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        counter = self.counter
+        namespace, name = func.name().split("::")[0], func.overloadpacket.__name__
+        tensors = _tensors((args, kwargs))
+        caller = _caller()
+        if caller is not None and not counter.inside and not all(tensor in counter.on_host for tensor in tensors):
+            counter.counts.operations[caller[0]] += 1
+        boolean = name in ("index", "index_put", "index_put_", "_index_put_impl_") and any(
+            it is not None and it.dtype in (torch.bool, torch.uint8) for it in args[1]
+        )
+        sizeless = name == "repeat_interleave" and kwargs.get("output_size") is None and isinstance(args[-1], Tensor)
+        if name in READS_OF_VALUES or boolean or sizeless:
+            counter.read(tensors)
+        if namespace == "kvpress_prob":
+            if name in OPERATORS_WITH_READS:
+                import kvpress_prob.hf.cache as cache_module
+                with self:
+                    return cache_module._apply_mask(*args, **kwargs)
+            counter.inside = True
+            try:
+                return func(*args, **kwargs)
+            finally:
+                counter.inside = False
+        result = func(*args, **kwargs)
+        if tensors:
+            counter.made(result, tensors, host=False)
+        return result
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def counted() -> Iterator[Counts]:
+    """Count what the package does inside the block."""
+    counter = _Counter()
+    with _Functions(counter), _Operations(counter):
+        yield counter.counts
+
+
+def model(layers: int, attention: str) -> LlamaForCausalLM:
+    """A small Llama with random weights."""
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, attn_implementation=attention, max_position_embeddings=4096,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def prefilled(llama: LlamaForCausalLM, press: ProbabilisticPress, tokens: int, batch: int, padded: int) -> tuple[DynamicCache, Tensor]:
+    """A compressed cache of random tokens and its mask."""
+    ids = torch.randint(0, 128, (batch, tokens), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(batch, tokens, dtype=torch.long)
+    mask[0, :padded] = 0
+    cache = DynamicCache()
+    with press(llama):
+        llama(ids, past_key_values=cache, attention_mask=mask, logits_to_keep=1)
+    return cache, mask
+
+
+def decoding(layers: int, attention: str, batch: int, padded: int) -> Counts:
+    """One token after another has made room."""
+    llama = model(layers, attention)
+    cache, mask = prefilled(llama, ProbabilisticPress(MinVariancePress(), 0.5, seed=0), 64, batch, padded)
+    for step in range(2):
+        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
+        inputs = {"input_ids": torch.ones(batch, 1, dtype=torch.long), "past_key_values": cache, "attention_mask": mask}
+        if step == 0:
+            llama(**inputs)
+    with counted() as counts:
+        llama(**inputs)
+    return counts
+
+
+def prefill(layers: int, press: Callable[[], ProbabilisticPress], tokens: int = 300) -> Counts:
+    llama, made = model(layers, "sdpa"), press()
+    with counted() as counts:
+        prefilled(llama, made, tokens, 1, 0)
+    return counts
+
+
+def reordering(layers: int) -> Counts:
+    """Beams change places."""
+    llama = model(layers, "sdpa")
+    cache, _ = prefilled(llama, ProbabilisticPress(MinVariancePress(), 0.5, seed=0), 64, 2, 0)
+    with counted() as counts:
+        cache.reorder_cache(torch.tensor([1, 1]))
+    return counts
+
+
+PRESSES: dict[str, Callable[[], ProbabilisticPress]] = {
+    "all rows": lambda: ProbabilisticPress(MinVariancePress(), 0.5, seed=0),
+    "max_rows=64": lambda: ProbabilisticPress(MinVariancePress(max_rows=64), 0.5, seed=0),
+    "multinomial": lambda: ProbabilisticPress(MinVariancePress(), 0.5, sampler="multinomial", correction="counts", seed=0),
+}
+
+
+@torch.inference_mode()
+def measure(layers: int = 4) -> list[dict[str, Any]]:
+    """Rows of the table. Figures *a layer* are the difference that ``layers`` further layers make."""
+    rows = []
+
+    def add(phase: str, few: Counts, many: Counts, at: str) -> None:
+        rows.append(
+            {
+                "phase": phase,
+                "reads": few.reads[at],
+                "reads a layer": (many.reads[at] - few.reads[at]) / layers,
+                "operations": few.operations[at],
+                "operations a layer": (many.operations[at] - few.operations[at]) / layers,
+            }
+        )
+
+    for name, arguments in (("sdpa", ("sdpa", 1, 0)), ("eager", ("eager", 1, 0)), ("padded batch, sdpa", ("sdpa", 2, 5)), ("padded batch, eager", ("eager", 2, 5))):
+        add(f"decode a token: {name}", *(decoding(n, *arguments) for n in (layers, 2 * layers)), "running")
+    for name, press in PRESSES.items():
+        counts = [prefill(n, press) for n in (layers, 2 * layers)]
+        add(f"during a prefill: {name}", *counts, "running")
+        add(f"after a prefill: {name}", *counts, "after the prefill")
+    add("re-ordering beams", *(reordering(n) for n in (layers, 2 * layers)), "running")
+    return rows
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_waits", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--output", nargs="?", const=RESULTS / "host_waits.jsonl", help="write JSON lines")
+    arguments = parser.parse_args(argv)
+    rows = measure(arguments.layers)
+    show(f"a model of {arguments.layers} layers", pd.DataFrame(rows).set_index("phase"), 1)
+    write(arguments.output, rows, arguments)
+
+
+if __name__ == "__main__":
+    main()
