@@ -90,7 +90,9 @@ class _Functions(TorchFunctionMode):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         tensors = _tensors((args, kwargs))
-        to_host = name in ("cpu", "numpy") or (name == "to" and "cpu" in [str(it) for it in (*args[1:2], kwargs.get("device"))])
+        to_host = name in ("cpu", "numpy") or (
+            name == "to" and "cpu" in [str(it) for it in (*args[1:2], kwargs.get("device"))]
+        )
         if name == "tolist" or to_host:
             self.counter.read(tensors[:1])
         result = func(*args, **kwargs)
@@ -124,6 +126,7 @@ class _Operations(TorchDispatchMode):
         if namespace == "kvpress_prob":
             if name in OPERATORS_WITH_READS:
                 import kvpress_prob.hf.cache as cache_module
+
                 with self:
                     return cache_module._apply_mask(*args, **kwargs)
             counter.inside = True
@@ -158,7 +161,9 @@ def model(layers: int, attention: str) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def prefilled(llama: LlamaForCausalLM, press: ProbabilisticPress, tokens: int, batch: int, padded: int) -> tuple[DynamicCache, Tensor]:
+def prefilled(
+    llama: LlamaForCausalLM, press: ProbabilisticPress, tokens: int, batch: int, padded: int
+) -> tuple[DynamicCache, Tensor]:
     """A compressed cache of random tokens and its mask."""
     ids = torch.randint(0, 128, (batch, tokens), generator=torch.Generator().manual_seed(0))
     mask = torch.ones(batch, tokens, dtype=torch.long)
@@ -202,7 +207,9 @@ def reordering(layers: int) -> Counts:
 PRESSES: dict[str, Callable[[], ProbabilisticPress]] = {
     "all rows": lambda: ProbabilisticPress(MinVariancePress(), 0.5, seed=0),
     "max_rows=64": lambda: ProbabilisticPress(MinVariancePress(max_rows=64), 0.5, seed=0),
-    "multinomial": lambda: ProbabilisticPress(MinVariancePress(), 0.5, sampler="multinomial", correction="counts", seed=0),
+    "multinomial": lambda: ProbabilisticPress(
+        MinVariancePress(), 0.5, sampler="multinomial", correction="counts", seed=0
+    ),
 }
 
 
@@ -222,7 +229,12 @@ def measure(layers: int = 4) -> list[dict[str, Any]]:
             }
         )
 
-    for name, arguments in (("sdpa", ("sdpa", 1, 0)), ("eager", ("eager", 1, 0)), ("padded batch, sdpa", ("sdpa", 2, 5)), ("padded batch, eager", ("eager", 2, 5))):
+    for name, arguments in (
+        ("sdpa", ("sdpa", 1, 0)),
+        ("eager", ("eager", 1, 0)),
+        ("padded batch, sdpa", ("sdpa", 2, 5)),
+        ("padded batch, eager", ("eager", 2, 5)),
+    ):
         add(f"decode a token: {name}", *(decoding(n, *arguments) for n in (layers, 2 * layers)), "running")
     for name, press in PRESSES.items():
         counts = [prefill(n, press) for n in (layers, 2 * layers)]
@@ -233,7 +245,9 @@ def measure(layers: int = 4) -> list[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.host_waits", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.host_waits", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--output", nargs="?", const=RESULTS / "host_waits.jsonl", help="write JSON lines")
     arguments = parser.parse_args(argv)

@@ -2,7 +2,7 @@
 
 from kvpress_prob.hf.bounding import bound_passes
 from kvpress_prob.hf.budget import CacheBudget
-from kvpress_prob.hf.cache import RaggedLayer
+from kvpress_prob.hf.cache import RaggedLayer, shared_reads
 from kvpress_prob.hf.enclosing import (
     HiddenEntries,
     enclosed_prefills,
@@ -49,6 +49,7 @@ __all__ = [
     "scratch_copy",
     "second_pass",
     "settle",
+    "shared_reads",
     "take_hidden",
     "watch_prefills",
 ]

@@ -11,14 +11,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from kvpress_prob.hf.attention import RaggedKeys, RaggedValues
+from kvpress_prob.hf.masks import apply_mask, show, shown
 from kvpress_prob.hf.pool import Pool, PoolSettings
 from kvpress_prob.hf.resampling import Resampler, ResamplingSettings
+from kvpress_prob.hf.shared_reads import SharedReads
 from kvpress_prob.ops import append, weighted_decode
-from kvpress_prob.ops.library import operator
 from kvpress_prob.ragged import RaggedKV
+
+_HIDES_APPENDED = "with a CacheBudget, attention_mask may hide padding before the context only"
 
 
 class RaggedLayer(CacheLayerMixin):
@@ -34,6 +37,8 @@ class RaggedLayer(CacheLayerMixin):
         Left padding of each batch row.
     resampling : ResamplingSettings, optional
         Budget for decoding. Each time it is exceeded, all but the newest appended tokens become part of the context.
+    reads : SharedReads, optional
+        What the layers of a cache ask of the device together (``shared_reads``).
     """
 
     is_compileable = False
@@ -48,6 +53,7 @@ class RaggedLayer(CacheLayerMixin):
         context_length: int,
         padding: list[int],
         resampling: ResamplingSettings | None = None,
+        reads: SharedReads | None = None,
     ):
         self.store = store
         self.context_length = context_length
@@ -58,6 +64,7 @@ class RaggedLayer(CacheLayerMixin):
         self.pool: Pool | None = None
         self.watched = False  # inside a block that bounds this pass itself
         self.spent = False
+        self.reads = SharedReads() if reads is None else reads
 
     def __repr__(self) -> str:
         stored = int(self.store.length.sum())
@@ -124,18 +131,27 @@ class RaggedLayer(CacheLayerMixin):
         """
         store = self.store
         if mask is not None:
-            if self.resampler is not None and not _shows_all(mask[..., -1, self.context_length :]):
-                raise NotImplementedError("with a CacheBudget, attention_mask may hide padding before the context only")
-            _APPLY_MASK(
-                store.log_w, store.start, store.length, mask, n, self.padding, self.context_length, self.appended
-            )
-            self.hides = True
+            covers = (n, self.padding, self.context_length, self.appended)
+            if torch.compiler.is_compiling():
+                newest = mask[..., -1, self.context_length :]
+                if self.resampler is not None and not (newest if mask.dtype == torch.bool else newest == 0).all():
+                    raise NotImplementedError(_HIDES_APPENDED)
+                apply_mask(store.log_w, store.start, store.length, mask, *covers)
+                self.hides = True
+                return
+            key = (n, *self.padding, self.context_length, self.appended)
+            visible = self.reads.once("mask", self, mask, key, lambda: shown(mask, *covers))
+            if visible is not None and self.resampler is not None:
+                raise NotImplementedError(_HIDES_APPENDED)
+            if visible is not None or self.hides:
+                show(store.log_w, store.start, store.length, self.appended, visible)
+            self.hides = visible is not None
         elif any(self.padding):
             raise NotImplementedError(
                 "attention_mask must be given over a compressed KV cache with left padding, got None"
             )
         elif self.hides:
-            store.log_w[_newest(store.start, store.length, self.appended)] = 0.0
+            show(store.log_w, store.start, store.length, self.appended, None)
             self.hides = False
 
     def attend(self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
@@ -194,7 +210,9 @@ class RaggedLayer(CacheLayerMixin):
             self.resampler.forget(drop)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        rows = torch.arange(self.store.batch)[indices.cpu()].tolist()
+        rows = self.reads.once(
+            "rows", self, indices, (), lambda: torch.arange(self.store.batch)[indices.cpu()].tolist()
+        )
         self.store = self.store.select_rows(rows)
         self.padding = [self.padding[row] for row in rows]
         if self.resampler is not None:
@@ -221,57 +239,7 @@ class RaggedLayer(CacheLayerMixin):
         raise NotImplementedError("a compressed cache cannot be offloaded")
 
 
-def _newest(start: Tensor, length: Tensor, n: int) -> Tensor:
-    """Places [segments, n] of every segment's newest ``n`` entries."""
-    return (start + length).unsqueeze(-1) - torch.arange(n, 0, -1, device=start.device)
-
-
-def _shows_all(mask: Tensor) -> bool:
-    return bool(mask.all() if mask.dtype == torch.bool else (mask == 0).all())
-
-
-def _apply_mask(
-    log_w: Tensor,
-    start: Tensor,
-    stored: Tensor,
-    mask: Tensor,
-    n: int,
-    padding: list[int],
-    context_length: int,
-    appended: int,
-) -> None:
-    """Body of ``RaggedLayer.apply_mask``: an operator, because the host decides by what the mask holds."""
-    t, length, batch = context_length, context_length + appended, len(padding)
-    if mask.shape[-1] != length or mask.shape[-2] != n:
-        raise ValueError(f"attention_mask must cover {n} new tokens and {length} entries, got {tuple(mask.shape[-2:])}")
-    allowed = mask if mask.dtype == torch.bool else mask == 0
-    if not torch.equal(allowed, allowed[:, :1].expand_as(allowed)):
-        raise NotImplementedError("over a compressed KV cache, attention_mask must be the same for all heads")
-    if mask.dtype != torch.bool and (mask[~allowed] > torch.finfo(mask.dtype).min / 2).any():
-        raise NotImplementedError("over a compressed KV cache, attention_mask must hold 0 and -inf only, not a bias")
-    allowed = allowed[:, 0].expand(batch, n, length)
-    visible = allowed[:, -1]  # [b length]
-    causal = torch.ones(n, length, dtype=torch.bool, device=mask.device).tril(length - n)
-    own_padding = torch.arange(t, device=mask.device) >= torch.tensor(padding, device=mask.device).unsqueeze(-1)
-    if not torch.equal(visible[:, :t], own_padding) or not torch.equal(allowed, causal & visible.unsqueeze(1)):
-        raise NotImplementedError(
-            "over a compressed KV cache, attention_mask may hide left padding only (causal attention)"
-        )
-    hidden = torch.where(visible[:, t:], 0.0, -torch.inf).repeat_interleave(len(start) // batch, 0)
-    log_w[_newest(start, stored, appended)] = hidden.to(log_w.device)
-
-
-def _fake_apply_mask(
-    log_w: Tensor,
-    start: Tensor,
-    stored: Tensor,
-    mask: Tensor,
-    n: int,
-    padding: list[int],
-    context_length: int,
-    appended: int,
-) -> None:
-    pass
-
-
-_APPLY_MASK = operator("apply_mask", _apply_mask, _fake_apply_mask, mutates=("log_w",))
+def shared_reads(cache: Cache) -> SharedReads:
+    """What the compressed layers of a cache share, for a layer that joins them."""
+    layers = (layer for layer in cache.layers if isinstance(layer, RaggedLayer))
+    return next((layer.reads for layer in layers), None) or SharedReads()

@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from kvpress_prob.hf.cache import RaggedLayer
+from kvpress_prob.hf.cache import RaggedLayer, shared_reads
 from kvpress_prob.hf.files import replacing
 from kvpress_prob.hf.fingerprint import fingerprint
 from kvpress_prob.hf.pool import Pool
@@ -39,6 +39,7 @@ from kvpress_prob.hf.saved_fields import (
     pool_settings,
     resampling_settings,
 )
+from kvpress_prob.hf.shared_reads import SharedReads
 from kvpress_prob.hf.supported import check_cache
 from kvpress_prob.ragged import RaggedKV
 from kvpress_prob.ragged.store import INITIAL_ROOM
@@ -133,7 +134,8 @@ def load_compressed(
         held = {name: file.get_tensor(name) for name in sorted(file.keys())}
         check_tensors(path, header, held)
         cache = DynamicCache()
-        cache.layers.extend(_layer(held, index, described) for index, described in enumerate(header["layers"]))
+        for index, described in enumerate(header["layers"]):
+            cache.layers.append(_layer(held, index, described, shared_reads(cache)))
     return cache
 
 
@@ -210,8 +212,10 @@ def _check_model(path: str | os.PathLike, header: dict[str, Any], model: PreTrai
         raise ValueError(f"{path} must be a cache of this model, got a cache of another model")
 
 
-def _compressed_layer(held: dict[str, Tensor], index: int, described: dict[str, Any], store: RaggedKV) -> RaggedLayer:
-    layer = RaggedLayer(store, described["context_length"], described["padding"])
+def _compressed_layer(
+    held: dict[str, Tensor], index: int, described: dict[str, Any], store: RaggedKV, reads: SharedReads
+) -> RaggedLayer:
+    layer = RaggedLayer(store, described["context_length"], described["padding"], reads=reads)
     layer.appended, layer.hides, layer.spent = described["appended"], described["hides"], described["spent"]
     if "resampling" in described:
         layer.resampler = Resampler(resampling_settings(described["resampling"]), store)
@@ -236,7 +240,9 @@ def _restore_pool(held: dict[str, Tensor], index: int, described: dict[str, Any]
         column[place] = held[f"{index}.column.{name}"]
 
 
-def _layer(held: dict[str, Tensor], index: int, described: dict[str, Any]) -> RaggedLayer | DynamicLayer:
+def _layer(
+    held: dict[str, Tensor], index: int, described: dict[str, Any], reads: SharedReads
+) -> RaggedLayer | DynamicLayer:
     keys, values = held[f"{index}.keys"], held[f"{index}.values"]
     if described["kind"] == "compressed":
         log_w, lengths = held[f"{index}.log_w"], held[f"{index}.length"].tolist()
@@ -246,7 +252,7 @@ def _layer(held: dict[str, Tensor], index: int, described: dict[str, Any]) -> Ra
             source, target = slice(begin, begin + length), slice(start, start + length)
             store.keys[target], store.values[target], store.log_w[target] = keys[source], values[source], log_w[source]
             begin += length
-        return _compressed_layer(held, index, described, store)
+        return _compressed_layer(held, index, described, store, reads)
     sliding = described["kind"] == "sliding"
     layer = DynamicSlidingWindowLayer(described["sliding_window"]) if sliding else DynamicLayer()
     layer.lazy_initialization(keys, values)

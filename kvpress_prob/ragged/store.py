@@ -12,11 +12,12 @@ outermost::
 ``columns`` are further numbers of each entry, by name, for whoever evicts by them; most stores have none.
 
 ``room`` entries still fit behind *every* segment, so appending writes in place and asks no device for a length;
-``with_room`` makes more room by a constant factor at a time. Places behind a segment's end are never read and may hold
+``with_room`` makes more room for many tokens at a time. Places behind a segment's end are never read and may hold
 anything.
 """
 
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int64
@@ -26,8 +27,9 @@ INITIAL_ROOM = 32
 """Slack behind each segment of a freshly packed store."""
 GROWTH = 0.25
 """Room made at each growth, as a fraction of the mean segment length."""
-MIN_GROWTH = 64
-"""Smallest room made at a growth."""
+MIN_GROWTH, MAX_GROWTH = 64, 256
+"""Smallest and largest room made at a growth. A store that every token reads whole and that is copied every 256 tokens
+is read once more in a hundred."""
 
 
 @dataclass
@@ -50,6 +52,8 @@ class RaggedKV:
     columns : dict of str to Tensor
         Companions [c, ...] of the entries, at the same places. Appending leaves them as they are: whoever added a
         column fills in the new entries.
+    row_starts : list of int, optional
+        First place of each batch row, as the host knows it; None asks the device when it is needed.
     """
 
     keys: Float[Tensor, "c d"]
@@ -60,6 +64,7 @@ class RaggedKV:
     batch: int
     room: int
     columns: dict[str, Tensor] = field(default_factory=dict)
+    row_starts: list[int] | None = None
 
     def check_layout(self) -> None:
         """Raise ``ValueError`` unless every buffer's entries are stored one after the other, from whatever place of its
@@ -92,50 +97,71 @@ class RaggedKV:
         kept: Bool[Tensor, "b hkv t"],
         log_w: Float[Tensor, "b hkv t"],
         room: int = INITIAL_ROOM,
+        lengths: list[int] | None = None,
     ) -> "RaggedKV":
         """Copy the kept entries of dense keys and values, in position order, into a new store.
 
         The result shares no memory with the arguments. It can be appended to outside ``torch.inference_mode`` even when
         it was packed inside.
+
+        Parameters
+        ----------
+        keys, values, kept, log_w
+            On one device.
+        room : int
+            Entries that fit behind each segment.
+        lengths : list of int, optional
+            Kept entries of each segment, ``kept.sum(-1)``. Whoever packs many layers reads them at once; without them
+            they are read here, the only time that the host waits.
         """
-        b, heads = keys.shape[:2]
+        b, heads, t, _ = keys.shape
+        if lengths is None:
+            lengths = kept.sum(-1).flatten().tolist()
         with torch.inference_mode(False), torch.no_grad():
-            store = cls.empty(keys, values, kept.sum(-1).flatten().tolist(), b, room)
-            starts, lengths = store.start.tolist(), store.length.tolist()
-            for segment, (begin, size) in enumerate(zip(starts, lengths, strict=True)):
-                row, head = divmod(segment, heads)
-                places = kept[row, head].nonzero().squeeze(-1)
-                end = begin + size
-                torch.index_select(keys[row, head], 0, places, out=store.keys[begin:end])
-                torch.index_select(values[row, head], 0, places, out=store.values[begin:end])
-                store.log_w[begin:end] = log_w[row, head, places]
+            start, length, capacity, starts = _layout(lengths, room, keys.device)
+            flags = kept.reshape(b * heads, t)
+            place = start.unsqueeze(-1) + flags.cumsum(-1) - 1
+            # Evicted entries meet in one place behind the last.
+            place = torch.where(flags, place, capacity).flatten()
+            source = place.new_zeros(capacity + 1)
+            source.scatter_(0, place, torch.arange(b * heads * t, device=keys.device))
+            source = source[:capacity]
+            store = cls(
+                keys.reshape(-1, keys.shape[-1]).index_select(0, source),
+                values.reshape(-1, values.shape[-1]).index_select(0, source),
+                log_w.reshape(-1).index_select(0, source).float(),
+                start,
+                length,
+                b,
+                room,
+                row_starts=starts[::heads],
+            )
         return store
 
     @classmethod
     def empty(cls, keys: Tensor, values: Tensor, lengths: list[int], batch: int, room: int) -> "RaggedKV":
         """Uninitialised store for segments of the given lengths; dtype, device and widths as in ``keys`` and
         ``values``."""
-        length = torch.tensor(lengths, dtype=torch.int64)
-        end = (length + room).cumsum(0)
-        capacity = int(end[-1])
-        device = keys.device
+        start, length, capacity, starts = _layout(lengths, room, keys.device)
         return cls(
-            keys=torch.empty(capacity, keys.shape[-1], dtype=keys.dtype, device=device),
-            values=torch.empty(capacity, values.shape[-1], dtype=values.dtype, device=device),
-            log_w=torch.empty(capacity, dtype=torch.float32, device=device),
-            start=(end - length - room).to(device),
-            length=length.to(device),
-            batch=batch,
-            room=room,
+            keys.new_empty(capacity, keys.shape[-1]),
+            values.new_empty(capacity, values.shape[-1]),
+            torch.empty(capacity, dtype=torch.float32, device=keys.device),
+            start,
+            length,
+            batch,
+            room,
+            row_starts=starts[:: max(len(lengths) // batch, 1)],
         )
 
     def with_room(self, n: int) -> "RaggedKV":
-        """This store if ``n`` more entries fit behind each segment, else a copy that grew geometrically."""
+        """This store if ``n`` more entries fit behind each segment, else a copy with room for many more."""
         if n <= self.room:
             return self
         # Room is put in behind every segment without asking the device for a length.
         segments, capacity = len(self.start), len(self.log_w)
-        room = max(n, int(GROWTH * (capacity - segments * self.room) / segments), MIN_GROWTH)
+        growth = int(GROWTH * (capacity - segments * self.room) / segments)
+        room = max(n, min(max(growth, MIN_GROWTH), MAX_GROWTH))
         more = room - self.room
         device = self.start.device
         place = torch.arange(capacity, device=device)
@@ -152,6 +178,9 @@ class RaggedKV:
                 batch=self.batch,
                 room=room,
                 columns={name: grown(old) for name, old in self.columns.items()},
+                row_starts=None
+                if self.row_starts is None
+                else [begin + row * self.kv_heads * more for row, begin in enumerate(self.row_starts)],
             )
 
     def entries(self) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
@@ -188,9 +217,32 @@ class RaggedKV:
         return replace(self, columns={**self.columns, **columns})
 
     def select_rows(self, rows: list[int]) -> "RaggedKV":
-        """A copy with the given batch rows, in the given order; a row may be named several times."""
-        heads = self.kv_heads
-        return self._copy([row * heads + head for row in rows for head in range(heads)], len(rows), self.room)
+        """A copy with the given batch rows, in the given order; a row may be named several times.
+
+        A row's segments lie together, slack included, so a row is copied as one piece.
+        """
+        first = self._row_starts()
+        pieces = [slice(first[row], first[row + 1]) for row in rows]
+        starts = list(accumulate((piece.stop - piece.start for piece in pieces), initial=0))
+        device, heads = self.start.device, self.kv_heads
+        segment = torch.tensor([row * heads + head for row in rows for head in range(heads)], device=device)
+        moved = [to - piece.start for to, piece in zip(starts, pieces, strict=False) for _ in range(heads)]
+        with torch.inference_mode(False), torch.no_grad():
+            return RaggedKV(
+                *(torch.cat([old[piece] for piece in pieces]) for old in (self.keys, self.values, self.log_w)),
+                start=self.start[segment] + torch.tensor(moved, device=device),
+                length=self.length[segment],
+                batch=len(rows),
+                room=self.room,
+                columns={name: torch.cat([old[piece] for piece in pieces]) for name, old in self.columns.items()},
+                row_starts=starts[:-1],
+            )
+
+    def _row_starts(self) -> list[int]:
+        """First place of each batch row, and the place behind the last."""
+        if self.row_starts is None:
+            self.row_starts = self.start[:: self.kv_heads].tolist()
+        return [*self.row_starts, len(self.log_w)]
 
     def truncate(self, n: int) -> None:
         """Drop the newest ``n`` entries of every segment."""
@@ -215,17 +267,10 @@ class RaggedKV:
         end = begin + int(self.length[index])
         return self.keys[begin:end], self.values[begin:end], self.log_w[begin:end]
 
-    def _copy(self, segments: list[int], batch: int, room: int) -> "RaggedKV":
-        starts, lengths = self.start.tolist(), self.length.tolist()
-        with torch.inference_mode(False), torch.no_grad():
-            new = RaggedKV.empty(self.keys, self.values, [lengths[segment] for segment in segments], batch, room)
-            new.columns = {name: old.new_empty(len(new.log_w), *old.shape[1:]) for name, old in self.columns.items()}
-            for segment, to in zip(segments, new.start.tolist(), strict=True):
-                source = slice(starts[segment], starts[segment] + lengths[segment])
-                target = slice(to, to + lengths[segment])
-                new.keys[target] = self.keys[source]
-                new.values[target] = self.values[source]
-                new.log_w[target] = self.log_w[source]
-                for name, old in self.columns.items():
-                    new.columns[name][target] = old[source]
-        return new
+
+def _layout(lengths: list[int], room: int, device: torch.device) -> tuple[Tensor, Tensor, int, list[int]]:
+    """Starts and lengths of segments, one behind the other with room between, the capacity, and the starts as a
+    list."""
+    starts = list(accumulate((length + room for length in lengths), initial=0))
+    start, length = (torch.tensor(it, dtype=torch.int64, device=device) for it in (starts[:-1], lengths))
+    return start, length, starts[-1], starts[:-1]

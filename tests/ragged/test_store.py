@@ -85,7 +85,7 @@ def test_append_refuses_without_room():
         append(store, torch.randn(1, 2, 2, 4), torch.randn(1, 2, 2, 4))
 
 
-def test_room_grows_geometrically_and_keeps_every_entry():
+def test_room_grows_by_many_tokens_and_keeps_every_entry():
     store = random_store([400, 100], d=4, room=3)
     assert store.with_room(3) is store
     grown = store.with_room(4)
@@ -93,8 +93,22 @@ def test_room_grows_geometrically_and_keeps_every_entry():
     for old, new in zip(segments(store), segments(grown), strict=True):
         assert all(torch.equal(a, b) for a, b in zip(old, new, strict=True))
     assert store.with_room(1000).room == 1000
-    long = random_store([4000, 2000], d=4, room=0)
-    assert long.with_room(1).room == 750
+    assert random_store([1000, 200], d=4, room=0).with_room(1).room == 150
+
+
+def test_growth_is_bounded_whatever_the_context():
+    """Scenario S39: a few hundred places a head, and an amortised copy of a hundredth of the store a token."""
+    store, step = random_store([40_000, 20_000], d=4, room=32), torch.randn(1, 2, 1, 4)
+    before, allocated, tokens = store.nbytes, 0, 1000
+    for _ in range(tokens):
+        grown = store.with_room(1)
+        allocated += grown.nbytes if grown is not store else 0
+        store = grown
+        append(store, step, step)
+        assert store.room <= 256
+    place = (4 + 4) * 4 + 4
+    assert store.nbytes - before <= 2 * (tokens + 256) * place
+    assert allocated / tokens < 0.01 * store.nbytes
 
 
 def test_decoding_allocates_a_few_tokens_worth_per_step():
@@ -122,6 +136,46 @@ def test_select_rows_repeats_and_reorders():
             assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
     chosen.keys.zero_()
     assert (store.segment(0, 0)[0] != 0).all()
+
+
+def test_rows_are_selected_after_growth_and_cropping():
+    """Places of rows that the host remembers stay those of the device; a store that it did not make is asked once."""
+    store = random_store([3, 9, 4, 2], batch=2, d=4, room=1)
+    store = store.with_room(5)
+    append(store, torch.randn(2, 2, 3, 4), torch.randn(2, 2, 3, 4))
+    store.truncate(1)
+    strange = RaggedKV(store.keys, store.values, store.log_w, store.start, store.length, store.batch, store.room)
+    for it in (store, strange):
+        chosen = it.select_rows([1, 1, 0]).select_rows([2, 0])
+        chosen = chosen.with_room(chosen.room + 1).select_rows([1, 0])
+        for to, row in enumerate([1, 0]):
+            for head in range(2):
+                want, got = store.segment(row, head), chosen.segment(to, head)
+                assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+        append(chosen, torch.ones(2, 2, 1, 4), torch.ones(2, 2, 1, 4))
+        assert (chosen.segment(1, 1)[0][-1] == 1).all()
+
+
+def test_lengths_that_are_known_need_not_be_read():
+    kept = torch.rand(2, 3, 50) < 0.3
+    keys, log_w = torch.randn(2, 3, 50, 4), torch.randn(2, 3, 50)
+    read = RaggedKV.pack(keys, keys, kept, log_w)
+    told = RaggedKV.pack(keys, keys, kept, log_w, lengths=kept.sum(-1).flatten().tolist())
+    for a, b in zip(segments(read), segments(told), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_pack_of_views():
+    """Dense tensors may be slices, transposed, or expanded, as a prefill's are after copies of batch rows."""
+    keys = torch.randn(1, 3, 40, 8)[:, :, 5:, ::2].expand(2, -1, -1, -1)
+    values = torch.randn(2, 35, 3, 6).transpose(1, 2)
+    kept = torch.rand(2, 3, 35) < 0.5
+    store = RaggedKV.pack(keys, values, kept, torch.zeros(2, 3, 35))
+    for row in range(2):
+        for head in range(3):
+            k, v, _ = store.segment(row, head)
+            assert torch.equal(k, keys[row, head, kept[row, head]])
+            assert torch.equal(v, values[row, head, kept[row, head]])
 
 
 def test_truncate_gives_the_room_back():

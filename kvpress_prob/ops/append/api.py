@@ -56,7 +56,8 @@ def append(
     if impl not in IMPLS:
         raise ValueError(f"impl must be one of {IMPLS}, got {impl!r}")
     store.check_layout()
-    _OPERATOR(store.keys, store.values, store.log_w, store.start, store.length, keys.detach(), values.detach(), impl)
+    keys, values = (it.detach() if it.requires_grad else it for it in (keys, values))
+    _OPERATOR(store.keys, store.values, store.log_w, store.start, store.length, keys, values, impl)
     store.room -= keys.shape[2]
 
 
