@@ -1,11 +1,11 @@
 """What makes a GPU wait for the host, counted without one: ``python -m benchmarks.host_waits``.
 
 A *read* brings a value back to the host: ``.item()``, ``bool(tensor)``, ``.tolist()``, ``torch.equal``, ``nonzero``,
-``unique``, ``repeat_interleave`` without a size, boolean indexing, a copy to the CPU. An *operation* is a call of a torch
-operator. Both are counted where this package makes them, in a small model of random weights on the CPU, by phase; what
-transformers and torch do by themselves is not. Tensors that were made without a device, or copied to the host before,
-are on the host: looking at them waits for nothing. The package's own operators (``torch.ops.kvpress_prob``) are one
-operation each; on a GPU their bodies are kernels.
+``unique``, ``repeat_interleave`` without a size, boolean indexing, a copy to the CPU. An *operation* is a call of a
+torch operator. Both are counted where this package makes them, in a small model of random weights on the CPU, by phase;
+what transformers and torch do by themselves is not. Tensors that were made without a device, or copied to the host
+before, are on the host: looking at them waits for nothing. The package's own operators (``torch.ops.kvpress_prob``) are
+one operation each; on a GPU their bodies are kernels.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
@@ -29,8 +30,6 @@ from benchmarks.running import RESULTS, show, write
 from kvpress_prob import MinVariancePress, ProbabilisticPress
 
 PACKAGE, ELSEWHERE = "/kvpress_prob/", ("/transformers/", "/kvpress/")
-OPERATORS_WITH_READS = ("apply_mask",)
-"""Operators of the package whose body is host code on every device."""
 READS_OF_VALUES = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim",
                    "unique_consecutive", "bincount"}  # fmt: skip
 
@@ -88,11 +87,14 @@ class _Functions(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        for argument in args:
+            if not isinstance(argument, Tensor) and hasattr(type(argument), "__torch_function__"):
+                # A compressed layer's keys take the call over; torch would do this with the mode switched off.
+                with self:
+                    return type(argument).__torch_function__(func, types, args, kwargs)
         name = getattr(func, "__name__", "")
         tensors = _tensors((args, kwargs))
-        to_host = name in ("cpu", "numpy") or (
-            name == "to" and "cpu" in [str(it) for it in (*args[1:2], kwargs.get("device"))]
-        )
+        to_host = name in ("cpu", "numpy") or (name == "to" and "cpu" in (*args[1:2], kwargs.get("device")))
         if name == "tolist" or to_host:
             self.counter.read(tensors[:1])
         result = func(*args, **kwargs)
@@ -124,11 +126,6 @@ class _Operations(TorchDispatchMode):
         if name in READS_OF_VALUES or boolean or sizeless:
             counter.read(tensors)
         if namespace == "kvpress_prob":
-            if name in OPERATORS_WITH_READS:
-                import kvpress_prob.hf.cache as cache_module
-
-                with self:
-                    return cache_module._apply_mask(*args, **kwargs)
             counter.inside = True
             try:
                 return func(*args, **kwargs)
@@ -199,8 +196,9 @@ def reordering(layers: int) -> Counts:
     """Beams change places."""
     llama = model(layers, "sdpa")
     cache, _ = prefilled(llama, ProbabilisticPress(MinVariancePress(), 0.5, seed=0), 64, 2, 0)
+    beams = torch.tensor([1, 1])
     with counted() as counts:
-        cache.reorder_cache(torch.tensor([1, 1]))
+        cache.reorder_cache(beams)
     return counts
 
 
@@ -249,7 +247,8 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m benchmarks.host_waits", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--output", nargs="?", const=RESULTS / "host_waits.jsonl", help="write JSON lines")
+    parser.add_argument("--output", type=Path, nargs="?", const=RESULTS / "host_waits.jsonl", help="write JSON lines")
+    parser.set_defaults(text=[])
     arguments = parser.parse_args(argv)
     rows = measure(arguments.layers)
     show(f"a model of {arguments.layers} layers", pd.DataFrame(rows).set_index("phase"), 1)
