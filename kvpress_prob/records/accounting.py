@@ -6,7 +6,7 @@ pair's margin is the difference of mean scores over the requests that both answe
 its interval resamples contexts. A press *wins* a cell by a positive margin, ties at 0, loses by a negative one.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -49,7 +49,7 @@ def matched_pairs(frame: pd.DataFrame, press: str, *, tolerance: float = 0.1) ->
     for cell, part in scored[scored["press"] != NO_PRESS].groupby(CELL, sort=False):
         held = _bytes(part)
         scores = part.pivot_table(index=["context", "example"], columns=["press", "ratio"], values="score")
-        for (name, ratio), mine in held[held.index.get_level_values("press") == press].items():
+        for (name, ratio), mine in cast(Any, held[held.index.get_level_values("press") == press].items()):
             for other in known:
                 theirs = held[held.index.get_level_values("press") == other]
                 if other == press or theirs.empty:

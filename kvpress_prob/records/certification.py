@@ -22,7 +22,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 
@@ -77,7 +77,7 @@ class Certificate:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values."""
-        rows = self.table.astype(object).where(self.table.notna(), None).to_dict("records")
+        rows = self.table.astype(object).where(self.table.notna(), cast(Any, None)).to_dict("records")
         return {
             "policy": {"press": self.press, "ratio": self.ratio, "bytes": self.bytes},
             "risk": self.risk,

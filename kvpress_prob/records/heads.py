@@ -6,6 +6,7 @@ better kept set can still change something. *How well dropped mass tells* is the
 """
 
 import math
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -76,13 +77,13 @@ def area_under_curve(score: pd.Series, label: pd.Series) -> float:
     positive, negative = score[label], score[~label]
     if positive.empty or negative.empty:
         return math.nan
-    return float(mannwhitneyu(positive, negative).statistic) / (len(positive) * len(negative))
+    return float(cast(Any, mannwhitneyu(positive, negative)).statistic) / (len(positive) * len(negative))
 
 
 def _spearman(one: pd.Series, other: pd.Series) -> float:
     if one.nunique() < 2 or other.nunique() < 2:
         return math.nan
-    return float(spearmanr(one, other).statistic)
+    return float(cast(Any, spearmanr(one, other)).statistic)
 
 
 def _ratio(one: pd.Series, other: pd.Series) -> pd.Series:

@@ -16,6 +16,7 @@ score: the wins are).
 """
 
 from dataclasses import asdict, dataclass
+from typing import cast
 
 import numpy as np
 import pandas as pd
@@ -193,7 +194,7 @@ def _differences(frame: pd.DataFrame) -> pd.DataFrame:
         if dense is not None:
             part = part.assign(**{NO_PRESS: dense})
         values = part.to_numpy()
-        resampled = _resampled(part, weights)
+        resampled = _resampled(cast(pd.DataFrame, part), weights)
         means = weights @ values
         for a, press in enumerate(part.columns):
             low, high = interval(resampled[:, [a]] - resampled)
