@@ -9,7 +9,7 @@ compared with the dense cache on the same rows; intervals resample contexts.
 
 import argparse
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -88,7 +88,8 @@ def tabulate(frame: pd.DataFrame, seed: int = 0) -> pd.DataFrame:
     dense = frame[frame["press"] == NO_PRESS].set_index("example")["loss"]
     random = np.random.default_rng(seed)
     rows = []
-    for (press, entries), part in frame[frame["press"] != NO_PRESS].groupby(["press", "entries"], sort=False):
+    groups = frame[frame["press"] != NO_PRESS].groupby(["press", "entries"], sort=False)
+    for (press, entries), part in cast(Any, groups):
         difference = (part.set_index("example")["loss"] - dense).dropna().to_numpy()
         means = random.choice(difference, (RESAMPLES, len(difference))).mean(1)
         low, high = np.quantile(means, (0.025, 0.975))

@@ -45,7 +45,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def _weights(module: nn.Module, prefix: str, kept: Any) -> Iterator[tuple[str, Tensor]]:
+def _weights(module: Any, prefix: str, kept: Any) -> Iterator[tuple[str, Tensor]]:
     """Names and tensors of what takes part in a module's computation; adapters' scaling among them.
 
     ``kept`` finds the tensors of an enclosing module that accelerate has off-loaded: (its prefix, its weights).

@@ -47,5 +47,5 @@ def check_ratio(compression_ratio: Any) -> None:
 def check_seed(seed: Any) -> None:
     """Raise ``ValueError`` unless the seed is None or an integer that torch's generators take."""
     integer = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
-    if seed is not None and not (integer and -(2**63) <= seed < 2**64):
+    if seed is not None and not (integer and -(2**63) <= int(seed) < 2**64):
         raise ValueError(f"seed must be None or an integer in [-2^63, 2^64), got {seed!r}")

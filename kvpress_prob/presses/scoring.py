@@ -1,5 +1,6 @@
 """Asking a scorer for one layer: each batch row as it would be alone, and what is protected in it."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -102,12 +103,12 @@ def log_weights(component: Component, scores: Tensor, drawable: Tensor, uniform_
     return log_a, torch.stack([scores.isnan().any(), scores.isinf().any(), negative])
 
 
-def check_flags(components: list[Component], layers: list[int], flags: list[list[Tensor]]) -> None:
+def check_flags(components: Sequence[Component], layers: list[int], flags: list[list[Tensor]]) -> None:
     """Raise ``ValueError`` for what ``log_weights`` found; asks the device once.
 
     Parameters
     ----------
-    components : list of Component
+    components : sequence of Component
     layers : list of int
         Indices of the layers.
     flags : list of list of Bool[Tensor, "3"]
