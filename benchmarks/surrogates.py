@@ -214,8 +214,9 @@ def prefill_of(item: Row, model: Any) -> Prefill:
         cache.layers.append(layer)
     t = len(item["ids"])
     valid, position = torch.ones(1, t, dtype=torch.bool), torch.tensor([t])
-    ids = item["ids"].unsqueeze(0)
-    return Prefill(model, cache, list(range(len(item["keys"]))), valid, position, ids, item["last_hidden_state"])
+    ids, unread = item["ids"].unsqueeze(0), cast(Any, None)  # packing reads no rotary state
+    layers = list(range(len(item["keys"])))
+    return Prefill(model, cache, layers, valid, position, ids, item["last_hidden_state"], unread)
 
 
 @torch.inference_mode()

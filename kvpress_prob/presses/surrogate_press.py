@@ -1,10 +1,12 @@
 """A surrogate's scores as a kvpress scorer."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal, cast
 from weakref import WeakKeyDictionary
 
+import torch
 from kvpress import ScorerPress
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -41,18 +43,28 @@ class SurrogatePress(ScorerPress):
     output : {"lookup", "reading"}, default="lookup"
         What a question may look up (the largest attention of a reconstruction), or what keeps a text fluent (the
         attention of the text's own later rows).
+    recency : float, default=0.0
+        Scores times ``age ** -recency``, the newest entry having age 1: what later rows attend to falls with the
+        distance, which no hidden state knows. With it, scores change as tokens come in.
     """
 
     scores_are: ClassVar[ScoresAre] = "weights"
-    scores_never_change: ClassVar[bool] = True
 
     compression_ratio: float = 0.0
     surrogate: Surrogate | str | Path | None = None
     output: Output = "lookup"
+    recency: float = 0.0
+
+    @property
+    def scores_never_change(self) -> bool:
+        """Whether an entry's score is the same however many entries follow."""
+        return self.recency == 0
 
     def __post_init__(self):
         check_ratio(self.compression_ratio)
         check_choice("output", self.output, OUTPUTS)
+        if not isinstance(self.recency, (int, float)) or not 0 <= self.recency < math.inf:
+            raise ValueError(f"recency must be a finite number >= 0, got {self.recency!r}")
         if not isinstance(self.surrogate, Surrogate | str | Path | None):
             raise TypeError(f"surrogate must be a Surrogate, a path or None, got {type(self.surrogate).__name__}")
 
@@ -85,4 +97,8 @@ class SurrogatePress(ScorerPress):
         surrogate = _FOUND.get(module) if self.surrogate is None else self.surrogate
         if not isinstance(surrogate, Surrogate):
             raise ValueError("surrogate must be loaded before scoring: use the press as `with press(model)`")
-        return surrogate.log_scores(cast(int, module.layer_idx), hidden_states, self.output).exp()
+        log_scores = surrogate.log_scores(cast(int, module.layer_idx), hidden_states, self.output)
+        if self.recency:
+            age = torch.arange(log_scores.shape[-1], 0, -1, device=log_scores.device)
+            log_scores = log_scores - self.recency * age.log()
+        return log_scores.exp()

@@ -45,6 +45,18 @@ def test_scores_are_the_surrogates(output):
         torch.testing.assert_close(scores, surrogate.log_scores(index, entering, output).exp(), rtol=1e-5, atol=0)
 
 
+def test_recency_favours_the_newest_entries():
+    model = tiny_llama()
+    surrogate = random_surrogate(model)
+    plain = SurrogatePress(surrogate=surrogate, output="reading")
+    recent = SurrogatePress(surrogate=surrogate, output="reading", recency=1.5)
+    assert (plain.scores_never_change, recent.scores_never_change) == (True, False)
+    flat, tilted = (scores_of(model, press, tokens(30)) for press in (plain, recent))
+    age = torch.arange(30, 0, -1).float()
+    for index, scores in flat.items():
+        torch.testing.assert_close(tilted[index], scores * age**-1.5)
+
+
 @pytest.mark.parametrize("name", ["Llama", "Qwen3", "Gemma 3", "OLMo 2", "DeepSeek-V2", "OPT"])
 def test_the_same_text_has_the_same_scores_in_any_batch_row(name):
     model = ARCHITECTURES[name].build()
@@ -176,6 +188,7 @@ def test_scores_of_entries_whose_hidden_states_are_gone_are_refused():
     [
         ({"compression_ratio": 1.0}, ValueError, "compression_ratio must be a number in"),
         ({"output": "both"}, ValueError, r"output must be one of \('lookup', 'reading'\), got 'both'"),
+        ({"recency": -1.0}, ValueError, "recency must be a finite number >= 0, got -1.0"),
         ({"surrogate": 3}, TypeError, "surrogate must be a Surrogate, a path or None, got int"),
     ],
 )
