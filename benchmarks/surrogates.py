@@ -39,7 +39,7 @@ from kvpress_prob.prefills.shared_prefill import Compressed, Costs, copied
 from kvpress_prob.presses import make_press
 from kvpress_prob.presses.scoring import LayerScores
 
-TARGETS = (*STATISTICS, "reading")
+TARGETS = ("max", "max_output", "reading")
 ROWS = "rows"
 Row = dict[str, Any]
 
@@ -230,7 +230,7 @@ def draws(options: argparse.Namespace) -> list[Row]:
     rows = []
     for item in tqdm(list(items(options.folder, "row")), unit="row"):
         prefill = prefill_of(item, pipe.model)
-        lookups = {name: item[name] for name in STATISTICS}
+        lookups = {name: item[name] for name in STATISTICS if name in options.lookups}
         if readout is not None:
             lookups["learned max"] = readout(item["hidden"].double()).mT.chunk(len(TARGETS), 1)[0].exp().float()
         settings = [(name, r, seed) for name in lookups for r in options.ratios for seed in range(options.seeds)]
@@ -260,6 +260,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", default="smollm2-demo")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.8, 0.9, 0.95])
+    parser.add_argument("--lookups", nargs="+", choices=STATISTICS, default=list(STATISTICS), help="of draws")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(argv)
