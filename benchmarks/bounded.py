@@ -1,4 +1,4 @@
-"""What a cache that is bounded at all times costs and keeps: ``python -m benchmarks.bounded [PART ...]``.
+"""What a cache that is bounded at all times costs and keeps: ``python -m benchmarks.bounded``.
 
 memory   largest bytes of the cache in a prefill of ``--tokens`` tokens by a budget of ``--entries``, over those of the
          budget and one chunk, and over the dense cache's
@@ -116,7 +116,7 @@ def timing(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Dense, and every press by the budget, one after the other in every round."""
     model, tokenizer = load(arguments.model)
     everything, rows = long_ids(tokenizer, arguments), []
-    for tokens, entries in ((arguments.tokens, arguments.entries), (2048, 1024)):
+    for tokens, entries in dict.fromkeys([(2048, 1024), (arguments.tokens, arguments.entries)]):
         ids = everything[:, :tokens]
         runs = {"dense": partial(prefill, model, ids, None)}
         for name in arguments.press:
@@ -138,21 +138,21 @@ def text(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     tokens, rows = 1024, []
     texts = token_ids(tokenizer, read_texts(arguments.text), tokens + 128)
     for name, ids in tqdm(list(texts.items())[: arguments.texts], unit="text"):
-        context, following = ids[:, :tokens], ids[:, tokens:]
 
-        def log_p(cache: DynamicCache, following: Tensor = following) -> Tensor:
-            return model(following, past_key_values=cache).logits.squeeze(0).float().log_softmax(-1)
+        def read_on(press: ProbabilisticPress | None, chunk: int, ids: Tensor = ids) -> Tensor:
+            cache = prefill(model, ids[:, :tokens], press, chunk)
+            return model(ids[:, tokens:], past_key_values=cache).logits.squeeze(0).float().log_softmax(-1)
 
-        dense = log_p(prefill(model, context, None))
+        dense = read_on(None, tokens)
         for press in arguments.press:
             for ratio in (0.5, 0.8):
                 entries = round((1 - ratio) * tokens)
                 once = PRESSES[press](ratio, seed=arguments.seed)
                 bounded = PRESSES[press](budget=budget(entries, None), seed=arguments.seed)
                 kl = [
-                    float(F.kl_div(log_p(prefill(model, context, it, n)), dense, log_target=True, reduction="batchmean"))
-                    for it, n in ((once, tokens), (bounded, 128))
-                ]  # fmt: skip
+                    float(F.kl_div(read_on(it, chunk), dense, log_target=True, reduction="batchmean"))
+                    for it, chunk in ((once, tokens), (bounded, 128))
+                ]
                 rows.append({"part": "text", "press": press, "text": name, "ratio": ratio, "kl_once": kl[0],
                              "kl_bounded": kl[1]})  # fmt: skip
     return rows
@@ -245,10 +245,11 @@ def long(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             milliseconds.append(1e3 * (time.perf_counter() - begin))
             held.append(cache_bytes(cache))
     tenth = max(len(held) // 10, 3)
+    early, late = milliseconds[2 : 2 + tenth], milliseconds[-tenth:]
     return [
         {"part": "long", "tokens": cache.get_seq_length(), "largest_bytes": max(held[2:]),
          "last_over_first_bytes": statistics.mean(held[-tenth:]) / statistics.mean(held[2 : 2 + tenth]),
-         "last_over_first_time": statistics.median(milliseconds[-tenth:]) / statistics.median(milliseconds[2 : 2 + tenth]),
+         "last_over_first_time": statistics.median(late) / statistics.median(early),
          "ms_a_chunk": statistics.median(milliseconds)}
     ]  # fmt: skip
 
@@ -273,9 +274,7 @@ def table(part: str, rows: list[dict[str, Any]]) -> pd.DataFrame:
 @torch.inference_mode()
 def main(argv: list[str] | None = None) -> None:
     parser = options("bounded", __doc__, tokens=8000)
-    parser.add_argument(
-        "parts", nargs="*", metavar="PART", help=f"of {PARTS} (default: all but ruler, which needs data)"
-    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="default: all; ruler only with --data")
     parser.add_argument("--press", nargs="+", choices=sorted(PRESSES), default=list(PRESSES))
     parser.add_argument("--entries", type=int, default=1024, help="budget of memory and time")
     parser.add_argument("--chunk", type=int, default=512, help="chunks of memory and time")
@@ -288,8 +287,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--long", type=int, default=200_000, help="tokens of the tiny model")
     arguments = parser.parse_args(argv)
     parts = arguments.parts or [part for part in PARTS if part != "ruler" or arguments.data]
-    if set(parts) - set(PARTS) or ("ruler" in parts and arguments.data is None):
-        parser.error(f"PART must be one of {PARTS}, and ruler needs --data")
+    if "ruler" in parts and arguments.data is None:
+        parser.error("ruler needs --data")
     rows = []
     for part in parts:
         mine = MEASURES[part](arguments)

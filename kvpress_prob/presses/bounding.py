@@ -44,6 +44,8 @@ def check_budget(press: Any) -> None:
         )
     if budget.start == "decoding":
         return
+    if press.measure_dropped_mass:
+        raise ValueError("measure_dropped_mass must be False with a budget: the dense cache is never there")
     if press.entries_per_head is not None:
         raise ValueError(f"entries_per_head must be None with a budget's max_entries, got {press.entries_per_head}")
     if budget.max_entries is None and not press.compression_ratio:

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks import (
     attention_error,
+    bounded,
     decode_cpu,
     halves,
     physical,
@@ -57,6 +58,17 @@ def test_target_ratio(files, tmp_path, capsys):
         if row["press"] == target_ratio.SYSTEMATIC:
             assert row["entries_off"] <= 1
     assert "max of 2 texts" in capsys.readouterr().out
+
+
+def test_bounded(files, tmp_path, capsys):
+    arguments = ["--press", "reading", "--tokens", "400", "--entries", "150", "--chunk", "100", "--long", "3072"]
+    rows = run(bounded, files, tmp_path, "--parts", "memory", "long", *arguments)
+    assert [row["part"] for row in rows] == ["memory", "long"]
+    assert 0.9 < rows[0]["over_budget_and_chunk"] < 2  # widths of a toy are small beside weights and positions
+    assert rows[0]["bytes_after"] < rows[0]["peak_bytes"]
+    assert rows[1]["tokens"] == 3072
+    assert 0.9 < rows[1]["last_over_first_bytes"] < 1.1
+    assert "over_budget_and_chunk" in capsys.readouterr().out
 
 
 def test_attention_error(files, tmp_path, capsys):

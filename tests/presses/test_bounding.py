@@ -441,6 +441,7 @@ def test_errors_leave_the_model_as_it_was(model):
         ({"sampler": "multinomial"}, "sampler must be 'systematic' .* or 'top_k' with a budget, got 'multinomial'"),
         ({"uniform_mix": 0.1}, r"uniform_mix must be 0 with a budget and scores that never change \(AnglePress\)"),
         ({"entries_per_head": 80}, "entries_per_head must be None with a budget's max_entries, got 80"),
+        ({"measure_dropped_mass": True}, "measure_dropped_mass must be False with a budget"),
         ({"n_sink": 80}, r"n_sink = 96, got 96"),
         ({"budget": CacheBudget()}, "budget must have max_entries, or the press a compression_ratio > 0"),
     ],
