@@ -122,6 +122,9 @@ class SweepConfig:
         if self.device is not None:
             check_device(self.device)
         check_list("presses", self.presses)
+        for press in self.presses:
+            if not isinstance(press, str | PressSpec):
+                raise ValueError(f"presses must be names or mappings with a name, got {press!r}")
         labels = [spec.name for spec in self.specs]
         for label in labels:
             check_text("label of a press", label)

@@ -76,6 +76,72 @@ def test_page_shows_data_as_text(folder):
     assert any("</script><i>x" in row[5] for row in data["rows"])
 
 
+ATTACKS = (
+    """"><script>alert(1)</script>""", """' onload='alert(1)""", "</pre></dd><img src=x onerror=alert(1)>", "<!-- x",
+    "]]></svg><script>", "\\1 \\g<0> $x^$ {{ 7 * 7 }}", "_hidden", "a/../../b", "&lt;b&gt;&amp;",
+)  # fmt: skip
+
+
+class Elements(HTMLParser):
+    """Every element with the names of its attributes, and all text."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements: list[tuple[str, tuple[str, ...]]] = []
+        self.labels: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, tuple(name for name, _ in attrs)))
+        self.labels += [value for name, value in attrs if name == "aria-label"]
+
+
+def elements(page: Path) -> Elements:
+    parser = Elements()
+    parser.feed(page.read_text(encoding="utf-8"))
+    return parser
+
+
+@pytest.mark.parametrize("text", ATTACKS)
+def test_text_never_becomes_markup(tmp_path, text):
+    """Scenario S59, in every text of a run: the page has the elements that it has with harmless text."""
+
+    def page(text: str, label: str, folder: Path) -> Path:
+        config, examples, records = made_up_run(2, presses=("no_press", "prob_best", "snapkv"))
+        texts = {"question": text, "answer_prefix": text, "answers": [text, "x"]}
+        names = {it.name: f"{text}{i}" for i, it in enumerate(examples)}
+        examples = [replace(it, **texts, name=names[it.name], task=f"{it.task}{text}") for it in examples]
+        records = [
+            replace(
+                it, press={"prob_best": label}.get(it.press, it.press), prediction=text, versions=text, git_commit=text,
+                example=names[it.example], task=f"{it.task}{text}",
+            )
+            for it in records
+        ]  # fmt: skip
+        config |= {"name": text, "model": text, "benchmark": text, "presses": [label], text: text}
+        folder.mkdir()
+        return write_report(folder, Results(config, examples, records), tabulate(records))
+
+    harmless = elements(page("harmless", "label", tmp_path / "harmless"))
+    found = elements(page(text, text, tmp_path / "attack"))
+    assert found.elements == harmless.elements
+    assert text in found.labels
+    assert not any(name.startswith("on") for _, names in found.elements for name in names)
+    assert sorted(it.name for it in tmp_path.iterdir()) == ["attack", "harmless"]
+    for folder in ("attack", "harmless"):
+        assert sorted(it.name for it in (tmp_path / folder).iterdir()) == ["figures", "report.html"]
+
+
+def test_labels_that_differ_have_files_that_differ(tmp_path):
+    config, examples, records = made_up_run(2, presses=("no_press", "prob_best", "prob_min_h"))
+    for number, names in enumerate((("a/b", "a b"), ("a:b", "a/b"), ("é?", "é!"), ("x" * 300, "x" * 301), ("?", "!"))):
+        labels = dict(zip(("prob_best", "prob_min_h"), names, strict=True))
+        renamed = [replace(it, press=labels.get(it.press, it.press)) for it in records]
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        write_report(folder, Results(config, examples, renamed), tabulate(renamed))
+        assert len(list((folder / "figures").glob("layers_*.png"))) == 2, names
+
+
 def test_a_run_without_answers_has_a_page(tmp_path):
     config, examples, records = made_up_run(2)
     silent = [replace(record, score=None, prediction=None, attention_error=None) for record in records]

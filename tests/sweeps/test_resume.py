@@ -151,5 +151,49 @@ def test_ray_gives_the_same(tmp_path, model_folder, ruler_file):
         return row["example"], row["press"], row["ratio"], row["seed"] or -1
 
     assert sorted(without_timings(remote), key=order) == sorted(without_timings(local), key=order)
-    with pytest.raises(ValueError, match="workers must be at least 1, got 0"):
-        run_sweep_on_ray(settings, tmp_path, workers=0)
+    for workers, gpus, message in (
+        (0, 0, "workers must be at least 1"),
+        (1, -1, "gpus_per_worker must be a number >= 0"),
+    ):
+        with pytest.raises(ValueError, match=f"{message}, got {min(workers, gpus)}"):
+            run_sweep_on_ray(settings, tmp_path, workers=workers, gpus_per_worker=gpus)
+
+
+@pytest.mark.parametrize("when", ["loading", "working"])
+def test_a_killed_ray_worker_is_one_line(tmp_path, model_folder, when):
+    """Scenario S62: whenever it is killed, and the same command gives what an undisturbed run gives."""
+    pytest.importorskip("ray", reason="ray is not installed")
+    psutil = pytest.importorskip("psutil", reason="psutil is not installed")
+    data = write_rows(tmp_path / "rows.jsonl", ruler_rows(8))
+    file = tmp_path / "sweep.yaml"
+    file.write_text(CONFIG_FILE.format(model=model_folder, data=data))
+    command = [sys.executable, "-m", "kvpress_prob.cli", "sweep", str(file), "--report", "false", "--engine", "ray",
+               "--workers", "1", "--output", str(tmp_path / "out")]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def workers() -> list:
+        return [it for it in psutil.Process(process.pid).children(recursive=True) if "ray::" in " ".join(it.cmdline())]
+
+    def begun() -> bool:
+        written = any(it.stat().st_size for it in (tmp_path / "out").glob(f"*/{RECORDS}"))
+        return bool(workers()) and (when == "loading" or written)
+
+    while process.poll() is None and not begun():
+        time.sleep(0.01)
+    for worker in workers():
+        worker.kill()
+    printed, errors = process.communicate()
+    assert process.returncode == 1, errors
+    assert printed == ""
+    lines = [line for line in errors.replace("\r", "\n").split("\n") if line.startswith("kvpress-prob: error:")]
+    assert len(lines) == 1
+    assert "a Ray worker was lost" in lines[0]
+    assert "the same command continues" in lines[0]
+    assert "Traceback" not in errors
+    subprocess.run(command, check=True, capture_output=True)
+    (folder,) = (tmp_path / "out").iterdir()
+    command[command.index("ray")] = "local"
+    subprocess.run([*command[:-1], str(tmp_path / "local")], check=True, capture_output=True)
+    (local,) = (tmp_path / "local").iterdir()
+    found, wanted = (without_timings(read_records(it)) for it in (folder, local))
+    assert sorted(map(repr, found)) == sorted(map(repr, wanted))
