@@ -18,6 +18,7 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.helpers.import_graph > /dev/null
 
 # docs/models.md and docs/proposals.md list what the tests run.
 models-table: $(VENV)/.ready

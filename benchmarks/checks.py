@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 import torch
 
 import benchmarks.standalone  # noqa: F401  (before the package)
-from kvpress_prob.ops import append, attention_mass, weighted_decode
+from kvpress_prob.ops.append import append
+from kvpress_prob.ops.attention_mass import attention_mass
+from kvpress_prob.ops.weighted_decode import weighted_decode
 from kvpress_prob.ragged import RaggedKV
 from tests.helpers.accuracy import assert_as_accurate
 from tests.helpers.stores import in_double, random_store

@@ -35,8 +35,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import benchmarks.standalone  # noqa: F401  (before the package)
 from benchmarks.checks import check_all
 from benchmarks.decoder import Decoder, Shape
-from kvpress_prob.ops import append, attention_mass, weighted_decode
+from kvpress_prob.ops.append import append
+from kvpress_prob.ops.attention_mass import attention_mass
 from kvpress_prob.ops.availability import interpreted
+from kvpress_prob.ops.weighted_decode import weighted_decode
 from kvpress_prob.ragged import RaggedKV
 
 ROOT = Path(__file__).parents[1]

@@ -2,7 +2,7 @@
 
 from kvpress_prob.hf.bounding import bound_passes
 from kvpress_prob.hf.budget import CacheBudget
-from kvpress_prob.hf.cache import RaggedLayer, shared_reads
+from kvpress_prob.hf.cache import RaggedLayer, reads_of
 from kvpress_prob.hf.enclosing import (
     HiddenEntries,
     enclosed_prefills,
@@ -44,12 +44,12 @@ __all__ = [
     "next_logits",
     "one_more",
     "read_header",
+    "reads_of",
     "repeated",
     "save_compressed",
     "scratch_copy",
     "second_pass",
     "settle",
-    "shared_reads",
     "take_hidden",
     "watch_prefills",
 ]

@@ -18,7 +18,8 @@ from kvpress_prob.hf.masks import apply_mask, show, shown
 from kvpress_prob.hf.pool import Pool, PoolSettings
 from kvpress_prob.hf.resampling import Resampler, ResamplingSettings
 from kvpress_prob.hf.shared_reads import SharedReads
-from kvpress_prob.ops import append, weighted_decode
+from kvpress_prob.ops.append import append
+from kvpress_prob.ops.weighted_decode import weighted_decode
 from kvpress_prob.ragged import RaggedKV
 
 _HIDES_APPENDED = "with a CacheBudget, attention_mask may hide padding before the context only"
@@ -239,7 +240,7 @@ class RaggedLayer(CacheLayerMixin):
         raise NotImplementedError("a compressed cache cannot be offloaded")
 
 
-def shared_reads(cache: Cache) -> SharedReads:
+def reads_of(cache: Cache) -> SharedReads:
     """What the compressed layers of a cache share, for a layer that joins them."""
     layers = (layer for layer in cache.layers if isinstance(layer, RaggedLayer))
     return next((layer.reads for layer in layers), None) or SharedReads()

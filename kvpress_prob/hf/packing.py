@@ -5,7 +5,7 @@ from typing import cast
 from torch import Tensor
 from transformers import Cache
 
-from kvpress_prob.hf.cache import RaggedLayer, shared_reads
+from kvpress_prob.hf.cache import RaggedLayer, reads_of
 from kvpress_prob.hf.resampling import ResamplingSettings
 from kvpress_prob.ragged import RaggedKV
 
@@ -35,7 +35,7 @@ def compress_layer(
     dense = cache.layers[layer_idx]
     keys, values = cast(Tensor, dense.keys), cast(Tensor, dense.values)
     store = RaggedKV.pack(keys, values, kept, log_w)
-    cache.layers[layer_idx] = RaggedLayer(store, keys.shape[2], padding, resampling, shared_reads(cache))
+    cache.layers[layer_idx] = RaggedLayer(store, keys.shape[2], padding, resampling, reads_of(cache))
     dense.keys = dense.values = None
 
 

@@ -11,7 +11,7 @@ from kvpress_prob.maths.draw import DrawSettings
 from kvpress_prob.maths.proposals import check_finite, log_normalise, log_proposal, min_variance_proposal
 from kvpress_prob.maths.random import streams
 from kvpress_prob.maths.resampling import resample
-from kvpress_prob.ops import attention_mass
+from kvpress_prob.ops.attention_mass import attention_mass
 from kvpress_prob.ragged import RaggedKV
 
 UNLIMITED = 2**62

@@ -26,19 +26,19 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from kvpress_prob.hf.cache import RaggedLayer, shared_reads
+from kvpress_prob.hf.cache import RaggedLayer, reads_of
 from kvpress_prob.hf.files import replacing
 from kvpress_prob.hf.fingerprint import fingerprint
 from kvpress_prob.hf.pool import Pool
 from kvpress_prob.hf.resampling import Resampler
 from kvpress_prob.hf.saved_fields import (
     check_header,
-    check_tensors,
     described_settings,
     parsed_header,
     pool_settings,
     resampling_settings,
 )
+from kvpress_prob.hf.saved_tensors import check_tensors
 from kvpress_prob.hf.shared_reads import SharedReads
 from kvpress_prob.hf.supported import check_cache
 from kvpress_prob.ragged import RaggedKV
@@ -135,7 +135,7 @@ def load_compressed(
         check_tensors(path, header, held)
         cache = DynamicCache()
         for index, described in enumerate(header["layers"]):
-            cache.layers.append(_layer(held, index, described, shared_reads(cache)))
+            cache.layers.append(_layer(held, index, described, reads_of(cache)))
     return cache
 
 

@@ -3,10 +3,5 @@ plain torch, ``launch.py`` says how the kernels of ``triton_kernel.py`` are laun
 
 ``impl="auto"`` follows the rule in the operation's docstring and in ``availability``; an explicit choice that cannot
 run raises. Every operation is a torch operator (``library``), so compiled models call it without a graph break.
+An operation is imported from its folder: ``from kvpress_prob.ops.append import append``.
 """
-
-from kvpress_prob.ops.append import append
-from kvpress_prob.ops.attention_mass import attention_mass
-from kvpress_prob.ops.weighted_decode import weighted_decode
-
-__all__ = ["append", "attention_mass", "weighted_decode"]

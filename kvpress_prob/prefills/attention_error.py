@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from kvpress_prob.hf import AttentionInputs, RaggedLayer, attention_inputs
-from kvpress_prob.ops import append, weighted_decode
+from kvpress_prob.ops.append import append
+from kvpress_prob.ops.weighted_decode import weighted_decode
 from kvpress_prob.prefills.compressors import compressor
 from kvpress_prob.prefills.decoding import RowBatch
 from kvpress_prob.prefills.shared_prefill import Compressed, SharedPrefill

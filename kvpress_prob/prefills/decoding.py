@@ -19,7 +19,7 @@ from kvpress import KVPressTextGenerationPipeline
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from kvpress_prob.hf import RaggedLayer, shared_reads
+from kvpress_prob.hf import RaggedLayer, reads_of
 from kvpress_prob.prefills.shared_prefill import Compressed, SharedPrefill, hidden_entries, now
 from kvpress_prob.ragged import RaggedKV
 
@@ -102,7 +102,7 @@ class RowBatch:
             if index in self.stores:
                 store = self.stores[index]
                 store = replace(store, length=store.length.clone())
-                cache.layers.append(RaggedLayer(store, self.context_length, [0] * self.rows, reads=shared_reads(cache)))
+                cache.layers.append(RaggedLayer(store, self.context_length, [0] * self.rows, reads=reads_of(cache)))
             else:
                 layer = copy.copy(self.dense[index])
                 layer.batch_repeat_interleave(self.rows)

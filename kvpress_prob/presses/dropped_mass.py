@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpress_prob.hf import LayerPrefill
-from kvpress_prob.ops import attention_mass
+from kvpress_prob.ops.attention_mass import attention_mass
 from kvpress_prob.sources.prefill_rows import PrefillRows
 
 NEWEST = PrefillRows(prior="uniform", window=32)

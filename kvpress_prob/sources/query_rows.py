@@ -7,8 +7,7 @@ from typing import Protocol, cast, runtime_checkable
 from torch import Tensor
 
 from kvpress_prob.hf import LayerPrefill, Prefill, Upcoming
-from kvpress_prob.ops import attention_mass
-from kvpress_prob.ops.attention_mass import Statistic
+from kvpress_prob.ops.attention_mass import Statistic, attention_mass
 
 
 @dataclass(frozen=True)

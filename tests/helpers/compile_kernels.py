@@ -23,10 +23,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kvpress_prob.ops import append, attention_mass, availability, weighted_decode
+from kvpress_prob.ops import availability
+from kvpress_prob.ops.append import append
+from kvpress_prob.ops.attention_mass import attention_mass
 from kvpress_prob.ops.attention_mass import launch as mass_launch
 from kvpress_prob.ops.launching import shared_memory
 from kvpress_prob.ops.weighted_decode import launch as decode_launch
+from kvpress_prob.ops.weighted_decode import weighted_decode
 from kvpress_prob.ragged import RaggedKV
 
 WIDTHS = (32, 64, 128, 256)

@@ -7,8 +7,7 @@ import torch
 
 from kvpress_prob.maths.proposals import row_prior
 from kvpress_prob.maths.rows import sample_rows
-from kvpress_prob.ops import attention_mass
-from kvpress_prob.ops.attention_mass import STATISTICS
+from kvpress_prob.ops.attention_mass import STATISTICS, attention_mass
 
 
 def inputs(b=1, hq=4, hkv=2, n=12, t=12, d=8, dv=8, dtype=torch.float64):

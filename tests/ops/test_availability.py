@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvpress_prob.ops import append, attention_mass, availability, weighted_decode
+from kvpress_prob.ops import availability
+from kvpress_prob.ops.append import append
+from kvpress_prob.ops.attention_mass import attention_mass
+from kvpress_prob.ops.weighted_decode import weighted_decode
 from tests.helpers.stores import random_store
 
 ROOT = Path(__file__).parents[2]
@@ -135,7 +138,9 @@ import sys
 for name in ("triton", "triton.language"):
     sys.modules[name] = None
 import torch
-from kvpress_prob.ops import append, attention_mass, weighted_decode
+from kvpress_prob.ops.append import append
+from kvpress_prob.ops.attention_mass import attention_mass
+from kvpress_prob.ops.weighted_decode import weighted_decode
 from kvpress_prob.ragged import RaggedKV
 
 dense = torch.randn(1, 2, 8, 16)

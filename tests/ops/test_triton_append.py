@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvpress_prob.ops import append
+from kvpress_prob.ops.append import append
 from tests.helpers.stores import random_store
 
 pytestmark = pytest.mark.usefixtures("kernels")

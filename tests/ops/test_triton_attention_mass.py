@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvpress_prob.ops import attention_mass
+from kvpress_prob.ops.attention_mass import attention_mass
 from tests.helpers.accuracy import assert_as_accurate
 
 pytestmark = pytest.mark.usefixtures("kernels")

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from kvpress_prob.ops import append, availability, weighted_decode
+from kvpress_prob.ops import availability
+from kvpress_prob.ops.append import append
+from kvpress_prob.ops.weighted_decode import weighted_decode
 from kvpress_prob.ragged import RaggedKV
 from tests.helpers.accuracy import assert_as_accurate
 from tests.helpers.stores import in_double, random_store

@@ -6,7 +6,8 @@ from importlib import import_module
 import pytest
 import torch
 
-from kvpress_prob.ops import append, weighted_decode
+from kvpress_prob.ops.append import append
+from kvpress_prob.ops.weighted_decode import weighted_decode
 from kvpress_prob.ragged import RaggedKV
 from tests.helpers.stores import in_double, random_store
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvpress_prob.ops import append
+from kvpress_prob.ops.append import append
 from kvpress_prob.ragged import RaggedKV
 from tests.helpers.stores import random_store
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from kvpress_prob import AttentionPress, ExpectedQueries, Lookahead, ProbabilisticPress, Reconstruction
 from kvpress_prob.hf import batch_row, repeated, second_pass, watch_prefills
-from kvpress_prob.ops import attention_mass
+from kvpress_prob.ops.attention_mass import attention_mass
 from kvpress_prob.sources import PassSource
 from tests.helpers.models import ARCHITECTURES, tiny_gemma3, tiny_llama, tokens
 
