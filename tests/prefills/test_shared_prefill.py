@@ -19,7 +19,7 @@ from tests.helpers.oracle import biases_of
 
 @pytest.fixture
 def shared(pipe) -> SharedPrefill:
-    return SharedPrefill.run(pipe.model, tokens(120))
+    return SharedPrefill.run(pipe.model, tokens(160))
 
 
 @pytest.mark.parametrize("ratio", [0.25, 0.8])
