@@ -19,6 +19,7 @@ from kvpress_prob.hf.pool import Pool, PoolSettings
 from kvpress_prob.hf.resampling import Resampler, ResamplingSettings
 from kvpress_prob.hf.shared_reads import SharedReads
 from kvpress_prob.ops.append import append
+from kvpress_prob.ops.precision import without_autocast
 from kvpress_prob.ops.weighted_decode import weighted_decode
 from kvpress_prob.ragged import RaggedKV
 
@@ -115,10 +116,11 @@ class RaggedLayer(CacheLayerMixin):
             )
         n = key_states.shape[2]
         self.store = self.store.with_room(n)
-        append(self.store, key_states, value_states)
+        dtype = self.store.keys.dtype  # autocast may have it otherwise
+        append(self.store, key_states.to(dtype), value_states.to(dtype))
         if self.pool is not None:
-            length = self.get_seq_length()
-            self.pool.admit(self.store, torch.arange(length, length + n) - torch.tensor(self.padding).unsqueeze(-1))
+            first = torch.tensor([self.get_seq_length()], device="cpu") - torch.tensor(self.padding, device="cpu")
+            self.pool.admit(self.store, first.unsqueeze(-1) + torch.arange(n, device="cpu"))
         self.appended += n
         return self.keys, self.values
 
@@ -155,12 +157,14 @@ class RaggedLayer(CacheLayerMixin):
             show(store.log_w, store.start, store.length, self.appended, None)
             self.hides = False
 
+    @without_autocast
     def attend(self, query: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
         """Attention output [b hq n dv] of the newest ``n`` tokens; afterwards the layer is kept to its budget."""
         self.apply_mask(mask, query.shape[2])
-        output = weighted_decode(query, self.store, scaling=scaling, softcap=softcap)[0]
+        asked = query.to(self.store.keys.dtype)
+        output = weighted_decode(asked, self.store, scaling=scaling, softcap=softcap)[0].to(query.dtype)
         if self.resampler is not None:
-            self._keep_to_budget(self.resampler, query, scaling, softcap)
+            self._keep_to_budget(self.resampler, asked, scaling, softcap)
         return output
 
     def _keep_to_budget(self, resampler: Resampler, query: Tensor, scaling: float, softcap: float | None) -> None:
@@ -212,7 +216,7 @@ class RaggedLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         rows = self.reads.once(
-            "rows", self, indices, (), lambda: torch.arange(self.store.batch)[indices.cpu()].tolist()
+            "rows", self, indices, (), lambda: torch.arange(self.store.batch, device="cpu")[indices.cpu()].tolist()
         )
         self.store = self.store.select_rows(rows)
         self.padding = [self.padding[row] for row in rows]
@@ -225,7 +229,7 @@ class RaggedLayer(CacheLayerMixin):
         self.batch_select_indices(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.batch_select_indices(torch.arange(self.store.batch).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(self.store.batch, device="cpu").repeat_interleave(repeats))
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         raise NotImplementedError("a compressed cache layer holds its context already")

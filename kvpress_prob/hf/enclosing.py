@@ -159,5 +159,5 @@ def evict_hidden(cache: Cache, layers: list[int], hidden: HiddenEntries, valid: 
         if layer in hidden:
             kept[tuple(part.to(keys.device) for part in hidden[layer])] = False
         counts.append(kept.sum(-1).cpu())
-        compress_layer(cache, layer, kept, torch.zeros(kept.shape, device=kept.device), padding)
+        compress_layer(cache, layer, kept, torch.zeros(kept.shape, dtype=torch.float32, device=kept.device), padding)
     return torch.stack(counts)

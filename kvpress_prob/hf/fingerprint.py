@@ -55,7 +55,7 @@ def _weights(module: Any, prefix: str, kept: Any) -> Iterator[tuple[str, Tensor]
         yield from _weights(module.base_layer, prefix, kept)
         for adapter in _active(module):
             scaling = getattr(module, "scaling", {}).get(adapter, 1.0)
-            yield f"{prefix}adapter.{adapter}.scaling", torch.tensor(float(scaling))
+            yield f"{prefix}adapter.{adapter}.scaling", torch.tensor(float(scaling), dtype=torch.float64, device="cpu")
             yield from _of_adapter(module, adapter, prefix, kept)
         return
     if hasattr(module, "original_module") and hasattr(module, "modules_to_save"):
@@ -116,7 +116,7 @@ def _found(tensor: Tensor, name: str, kept: Any) -> Tensor:
 def _places(count: int) -> Tensor:
     """Evenly spread places of ``count`` values, the first and the last among them; in integers, since float32 counts to
     2^24 only."""
-    return torch.arange(_VALUES_PER_PARAMETER) * (count - 1) // (_VALUES_PER_PARAMETER - 1)
+    return torch.arange(_VALUES_PER_PARAMETER, device="cpu") * (count - 1) // (_VALUES_PER_PARAMETER - 1)
 
 
 def _parts(tensor: Tensor) -> Iterator[bytes]:

@@ -72,7 +72,7 @@ def show(log_w: Tensor, start: Tensor, length: Tensor, appended: int, visible: T
     if visible is None:
         log_w[place] = 0.0
     else:
-        weight = torch.where(visible.to(log_w.device), 0.0, -torch.inf)
+        weight = torch.where(visible.to(log_w.device), log_w.new_zeros(()), -torch.inf)
         weight = weight.unsqueeze(1).expand(-1, len(start) // len(visible), -1)
         log_w[place] = weight.reshape(place.shape).to(log_w.dtype)
 

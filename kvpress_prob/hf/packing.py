@@ -7,6 +7,7 @@ from transformers import Cache
 
 from kvpress_prob.hf.cache import RaggedLayer, reads_of
 from kvpress_prob.hf.resampling import ResamplingSettings
+from kvpress_prob.ops.precision import one_dtype
 from kvpress_prob.ragged import RaggedKV
 
 
@@ -33,7 +34,7 @@ def compress_layer(
         Budget for decoding.
     """
     dense = cache.layers[layer_idx]
-    keys, values = cast(Tensor, dense.keys), cast(Tensor, dense.values)
+    keys, values = one_dtype(cast(Tensor, dense.keys), cast(Tensor, dense.values))
     store = RaggedKV.pack(keys, values, kept, log_w)
     cache.layers[layer_idx] = RaggedLayer(store, keys.shape[2], padding, resampling, reads_of(cache))
     dense.keys = dense.values = None

@@ -8,7 +8,8 @@ frequencies are those of the context's keys, however far the pass reaches.
 
 import copy
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from kvpress_prob.hf.borrowed import borrowed
 from kvpress_prob.hf.observing import AttentionInputs, observed_here
 from kvpress_prob.hf.prefill import Prefill
 from kvpress_prob.hf.supported import decoder_of
@@ -77,7 +79,7 @@ def next_logits(prefill: Prefill) -> Tensor:
 def one_more(prefill: Prefill, token: Tensor, cache: Any, position: Tensor) -> Tensor:
     """Logits [b v] after one more token [b 1] at its position [b]; rotary frequencies are those of the context."""
     model: Any = prefill.model
-    with torch.no_grad(), prefill.rotary.held():
+    with torch.no_grad(), prefill.rotary.held(), _objects(model):
         output = model(
             input_ids=token,
             past_key_values=cache,
@@ -86,6 +88,15 @@ def one_more(prefill: Prefill, token: Tensor, cache: Any, position: Tensor) -> T
             return_dict=True,
         )
     return output.logits[:, -1]
+
+
+@contextmanager
+def _objects(model: Any) -> Iterator[None]:
+    """Outputs are objects inside the block, whatever the configuration says."""
+    with ExitStack() as stack:
+        for config in {id(it): it for it in (model.config, decoder_of(model).config)}.values():
+            stack.enter_context(borrowed(config, "return_dict", True))
+        yield
 
 
 def scratch_copy(cache: Any) -> DynamicCache:

@@ -33,6 +33,10 @@ class RotaryState:
         """State of every rotary embedding in a module."""
         return cls([(module, _state(module)) for module in root.modules() if _changes(module)])
 
+    def now(self) -> "RotaryState":
+        """State of the same modules at this moment."""
+        return RotaryState([(module, _state(module)) for module, _ in self.modules])
+
     def restore(self) -> None:
         """Put the frequencies back; on the device and in the dtype that the module has by now."""
         for module, before in self.modules:
@@ -54,7 +58,7 @@ class RotaryState:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Inside the block the frequencies are these, however far a pass reaches; after it, those before."""
-        before = RotaryState([(module, _state(module)) for module, _ in self.modules])
+        before = self.now()
         with ExitStack() as stack:
             stack.enter_context(before.kept())
             self.restore()

@@ -127,7 +127,8 @@ def load_compressed(
         For a file that is truncated, foreign, of a newer format, or another model's, and for one with a field that
         cannot be: the error names file and field.
     """
-    with _opened(path, device) as (file, header):
+    # Outside inference mode, so that the cache can be appended to anywhere.
+    with torch.inference_mode(False), torch.no_grad(), _opened(path, device) as (file, header):
         check_header(path, header)
         if model is not None:
             _check_model(path, header, model)

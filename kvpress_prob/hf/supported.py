@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from torch import nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -33,6 +34,12 @@ def decoder_of(model: PreTrainedModel) -> Any:
     if getattr(decoder.config, "num_kv_shared_layers", 0):
         raise TypeError(f"model must not share keys and values between layers, got {name}")
     return decoder
+
+
+def wrappers_of(model: PreTrainedModel, decoder: nn.Module) -> list[nn.Module]:
+    """Modules that are called with what the model is called with, and call the decoder with embeddings of it."""
+    outer = [model, getattr(model, "model", None)]
+    return [it for it in outer if isinstance(it, nn.Module) and it is not decoder]
 
 
 def _attention_modules(decoder: Any) -> list[Any]:

@@ -1,9 +1,10 @@
-"""Which tokens of a prefill are there, and which are padding."""
+"""What the arguments of a prefill say about its tokens: which are there, where they are, what they are."""
 
+import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def token_validity(attention_mask: Any, inputs: Tensor) -> Tensor:
@@ -34,3 +35,29 @@ def token_validity(attention_mask: Any, inputs: Tensor) -> Tensor:
     if not valid[:, -1].all() or (valid[:, :-1] & ~valid[:, 1:]).any():
         raise NotImplementedError("attention_mask of a prefill must be left padding: zeros, then ones, in every row")
     return valid
+
+
+def position_after(position_ids: Tensor | None, inputs: Tensor) -> Tensor:
+    """Position [b] of the token after a prefill whose positions are [b or 1, t], or [3, b, t] or [4, b, t] of models
+    that count time, height and width apart, the latter with text positions before them."""
+    b, t = inputs.shape[:2]
+    if position_ids is None:
+        last = torch.full((1,), t - 1, device=inputs.device)
+    else:
+        last = position_ids[..., -1]
+        last = last[-3:].amax(0) if position_ids.ndim == 3 else last
+    return last.to(inputs.device).expand(b) + 1
+
+
+_NOT_TEXT = ("pixel", "image", "video", "audio", "input_features")
+
+
+def text_ids(wrapper: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Tensor | None:
+    """The tokens [b, t] that a model is called with; None where some of them stand for an image or a sound, and for
+    embeddings."""
+    given = inspect.signature(type(wrapper).forward).bind_partial(wrapper, *args, **kwargs).arguments
+    given = {**given.pop("kwargs", {}), **given}
+    if any(name.startswith(_NOT_TEXT) and value is not None for name, value in given.items()):
+        return None
+    ids = given.get("input_ids")
+    return ids if isinstance(ids, Tensor) else None

@@ -9,7 +9,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -22,8 +22,11 @@ from kvpress_prob.hf.enclosing import is_enclosed
 from kvpress_prob.hf.observing import AttentionInputs, configured_attention, observed
 from kvpress_prob.hf.prefill import LayerPrefill, Prefill, PrefillChecker, PrefillWatcher, Upcoming
 from kvpress_prob.hf.rotary import RotaryState, reachable_rotary
-from kvpress_prob.hf.supported import check_cache, decoder_of
-from kvpress_prob.hf.validity import token_validity
+from kvpress_prob.hf.supported import check_cache, decoder_of, wrappers_of
+from kvpress_prob.hf.validity import position_after, text_ids, token_validity
+from kvpress_prob.ops.precision import one_dtype
+
+Later = Callable[[int, int], None]
 
 _LOCK = threading.Lock()
 _OPEN: WeakSet[nn.Module] = WeakSet()
@@ -31,8 +34,19 @@ _OPEN: WeakSet[nn.Module] = WeakSet()
 
 
 @contextmanager
-def watch_prefills(model: PreTrainedModel, start: Callable[[], PrefillWatcher]) -> Iterator[None]:
+def watch_prefills(
+    model: PreTrainedModel, start: Callable[[], PrefillWatcher], later: Later | None = None
+) -> Iterator[None]:
     """Show every prefill inside the block, of whatever thread, to a new ``start()``.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    start : callable
+        Makes the watcher of one prefill.
+    later : callable, optional
+        Called before every forward pass on a cache that holds something already, with the number of tokens of the pass
+        and of the cache.
 
     Raises
     ------
@@ -43,7 +57,7 @@ def watch_prefills(model: PreTrainedModel, start: Callable[[], PrefillWatcher]) 
     """
     decoder = decoder_of(model)
     modules = [layer.self_attn for layer in decoder.layers]
-    session = _Session(model, decoder, start)
+    session = _Session(model, decoder, start, later)
     with claimed(decoder):
         try:
             session.enter(modules)
@@ -100,6 +114,29 @@ class _Attended:
     inputs: AttentionInputs | None  # None for a sliding-window layer
 
 
+class _Eagerly:
+    """``torch.compile``'s stance while there are blocks."""
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        self.stance: Any = None
+
+    def enter(self) -> None:
+        with _LOCK:
+            if not self.blocks:
+                self.stance = torch.compiler.set_stance("force_eager")
+            self.blocks += 1
+
+    def leave(self) -> None:
+        with _LOCK:
+            self.blocks -= 1
+            if not self.blocks:
+                self.stance.__exit__(None, None, None)
+
+
+_EAGERLY = _Eagerly()
+
+
 class _Session:
     """The hooks of one ``watch_prefills`` block. Each thread has its own running prefill, most threads none.
 
@@ -107,11 +144,17 @@ class _Session:
     one is done.
     """
 
-    def __init__(self, model: PreTrainedModel, decoder: nn.Module, start: Callable[[], PrefillWatcher]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, decoder: nn.Module, start: Callable[[], PrefillWatcher], later: Later | None
+    ) -> None:
         self.model = model
         self.decoder = decoder
         self.start = start
-        self.signature = inspect.signature(decoder.forward)
+        self.later = later
+        self.signature = inspect.signature(type(decoder).forward)
+        self.rotary = RotaryState.of(decoder)
+        self.ending: set[threading.Thread] = set()
+        self.called: dict[threading.Thread, Tensor] = {}
         self.running: dict[threading.Thread, _Running] = {}
         self.open = True
         self.on_model = ExitStack()
@@ -119,11 +162,16 @@ class _Session:
     def enter(self, modules: list[Any]) -> None:
         """Put hooks and names on the model."""
         decoder, on_model = self.decoder, self.on_model
-        on_model.enter_context(RotaryState.of(decoder).kept())
+        # Compiled code does not look for hooks: for the length of the block all of it runs as it was written.
+        on_model.callback(_EAGERLY.leave)
+        _EAGERLY.enter()
+        on_model.enter_context(self.rotary.kept())
         on_model.enter_context(reachable_rotary(decoder))
         for module in modules:
             on_model.callback(module.register_forward_hook(self.after_attention, with_kwargs=True).remove)
         on_model.callback(decoder.register_forward_pre_hook(self.before_model, with_kwargs=True).remove)
+        for wrapper in wrappers_of(self.model, decoder):
+            on_model.callback(wrapper.register_forward_pre_hook(self.before_wrapper, with_kwargs=True).remove)
         after = decoder.register_forward_hook(self.after_model, with_kwargs=True, always_call=True)
         on_model.callback(after.remove)
         on_model.enter_context(observed(modules, self))
@@ -144,13 +192,24 @@ class _Session:
             on_model = self.on_model.pop_all()
         on_model.close()
 
+    def before_wrapper(self, wrapper: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Note the tokens that a wrapper is called with: its decoder gets embeddings of them."""
+        ids = text_ids(wrapper, args, kwargs)
+        if ids is not None:
+            self.called[threading.current_thread()] = ids
+        elif wrapper is self.model:
+            self.called.pop(threading.current_thread(), None)
+
     def before_model(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Decide whether this pass is a prefill; refuse what cannot be compressed before anything has run."""
         here = threading.current_thread()
+        if here in self.ending:  # a pass of the watcher's own
+            return
         self.running.pop(here, None)
+        called = self.called.pop(here, None)
         if not self.open:
             return self._leave()
-        given = self.signature.bind_partial(*args, **kwargs).arguments
+        given = self.signature.bind_partial(decoder, *args, **kwargs).arguments
         given = {**given.pop("kwargs", {}), **given}
         cache, ids, embeds = (given.get(name) for name in ("past_key_values", "input_ids", "inputs_embeds"))
         check_cache(cache)
@@ -158,12 +217,16 @@ class _Session:
         if cache is None and not (self.model.config.get_text_config().use_cache if use_cache is None else use_cache):
             raise ValueError("use_cache must be True inside `with press(model)`: without a cache nothing is compressed")
         inputs = embeds if ids is None else ids
-        if inputs is None or (cache is not None and cache.get_seq_length() > 0):
+        if inputs is None:
             return
+        if cache is not None and cache.get_seq_length() > 0:
+            if self.later is not None:
+                self.later(inputs.shape[1], cache.get_seq_length())
+            return
+        if ids is None and called is not None and called.shape == inputs.shape[:2]:
+            ids = called
         valid = token_validity(given.get("attention_mask"), inputs)
-        positions = given.get("position_ids")
-        last = inputs.shape[1] - 1 if positions is None else positions[..., -1]
-        next_position = torch.as_tensor(last, device=inputs.device).expand(inputs.shape[0]) + 1
+        next_position = position_after(given.get("position_ids"), inputs)
         running = _Running(self.start(), valid, next_position, ids)
         if isinstance(running.watcher, PrefillChecker):
             running.watcher.begin(Upcoming(self.model, self.decoder, valid, next_position, ids))
@@ -181,8 +244,9 @@ class _Session:
 
     def after_attention(self, module: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
         """Show a full-attention layer of a prefill to the watcher."""
-        running = self.running.get(threading.current_thread())
-        if running is None:
+        here = threading.current_thread()
+        running = self.running.get(here)
+        if running is None or here in self.ending:
             return
         name = type(module).__name__
         attended, running.attended = running.attended, None
@@ -199,39 +263,44 @@ class _Session:
         if attended.inputs is None:
             return
         index = cast(int, module.layer_idx)
-        keys, values = running.cache.layers[index].keys, running.cache.layers[index].values
         running.layers.append(index)
         self._check_dense(running)
+        held = running.cache.layers[index]
+        # Under autocast they may differ.
+        query, keys, values = one_dtype(attended.inputs.query, cast(Tensor, held.keys), cast(Tensor, held.values))
         layer = LayerPrefill(
             module,
             kwargs["hidden_states"] if "hidden_states" in kwargs else args[0],
-            cast(Tensor, keys),
-            cast(Tensor, values),
+            keys,
+            values,
             output[1],
             {
                 **kwargs,
-                "attention_inputs": attended.inputs,
-                **({} if running.valid.all() else {"valid": running.valid.to(cast(Tensor, keys).device)}),
+                "attention_inputs": replace(attended.inputs, query=query),
+                **({} if running.valid.all() else {"valid": running.valid.to(keys.device)}),
             },
         )
         # kvpress' scorers may ask for positions to come, on an embedding that keeps what it has seen.
-        with torch.no_grad(), RotaryState.of(self.decoder).held():
+        with torch.no_grad(), self.rotary.now().held():
             running.watcher.layer(layer)
 
     def after_model(self, decoder: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         """Hand the finished prefill to the watcher; ``output`` is None when the forward pass has failed."""
-        running = self.running.get(threading.current_thread())
+        here = threading.current_thread()
+        if here in self.ending:
+            return
+        running = self.running.get(here)
         try:
             if running is not None and running.cache is not None and output is not None:
                 self._end(running, running.cache, output)
         finally:
-            self.running.pop(threading.current_thread(), None)
+            self.running.pop(here, None)
             if output is not None:  # torch does not let a failed module's hooks be removed from one of them
                 self._leave()
 
     def _end(self, running: _Running, cache: Cache, output: Any) -> None:
         self._check_dense(running)
-        rotary = RotaryState.of(self.decoder)
+        rotary = self.rotary.now()
         prefill = Prefill(
             self.model,
             cache,
@@ -239,11 +308,16 @@ class _Session:
             running.valid,
             running.next_position,
             running.input_ids,
-            output.last_hidden_state[:, -1],
+            output[0][:, -1],
             rotary,
         )
-        with torch.no_grad(), rotary.kept():
-            running.watcher.end(prefill)
+        here = threading.current_thread()
+        self.ending.add(here)
+        try:
+            with torch.no_grad(), rotary.kept():
+                running.watcher.end(prefill)
+        finally:
+            self.ending.discard(here)
 
     def _check_dense(self, running: _Running) -> None:
         """Refuse layers that another press inside the same block has pruned."""

@@ -44,8 +44,11 @@ def check_ratio(compression_ratio: Any) -> None:
         raise ValueError(f"compression_ratio must be a number in [0, 1), got {compression_ratio!r}")
 
 
-def check_seed(seed: Any) -> None:
-    """Raise ``ValueError`` unless the seed is None or an integer that torch's generators take."""
-    integer = isinstance(seed, numbers.Integral) and not isinstance(seed, bool)
-    if seed is not None and not (integer and -(2**63) <= int(seed) < 2**64):
-        raise ValueError(f"seed must be None or an integer in [-2^63, 2^64), got {seed!r}")
+def check_seed(name: str, seed: Any, *, optional: bool = False) -> None:
+    """Raise ``ValueError`` unless the seed is an integer that torch's generators take, or None where it is
+    optional."""
+    if optional and seed is None:
+        return
+    if not isinstance(seed, numbers.Integral) or isinstance(seed, bool) or not -(2**63) <= int(seed) < 2**64:
+        wanted = f"{'None or ' if optional else ''}an integer in [-2^63, 2^64)"
+        raise ValueError(f"{name} must be {wanted}, got {seed!r}")

@@ -215,7 +215,9 @@ def log_proposal(
     weightless = (log_a == -torch.inf).all(-1, keepdim=True)
     log_a = torch.where(weightless & drawable, _LAST, log_a)
     if uniform_mix:
-        uniform = torch.where(drawable, torch.logsumexp(log_a, -1, keepdim=True) - size.clamp(min=1).log(), -torch.inf)
+        uniform = torch.where(
+            drawable, torch.logsumexp(log_a, -1, keepdim=True) - size.clamp(min=1).double().log(), -torch.inf
+        )
         if uniform_mix == 1:
             return uniform
         log_a = torch.logaddexp(log_a + math.log1p(-uniform_mix), uniform + math.log(uniform_mix))

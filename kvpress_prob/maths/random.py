@@ -63,7 +63,7 @@ def fork(stream: Counter, *counters: Counter) -> Int64[Tensor, "..."]:
             stream = _mix(stream + _signed(_INCREMENT * (counter + 1)))
         else:
             stream = _signed(_mix_number(stream + _INCREMENT * (counter + 1)))
-    return torch.tensor(stream) if isinstance(stream, int) else stream
+    return torch.tensor(stream, device="cpu") if isinstance(stream, int) else stream
 
 
 def uniforms_of(stream: Int64[Tensor, "*shape"]) -> Float64[Tensor, "*shape"]:

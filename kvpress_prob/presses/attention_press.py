@@ -15,6 +15,7 @@ from kvpress_prob.maths.arguments import check_choice, check_ratio
 from kvpress_prob.maths.projection import projection_factors
 from kvpress_prob.maths.proposals import ScoresAre, value_distance
 from kvpress_prob.ops.attention_mass import STATISTICS, Statistic
+from kvpress_prob.ops.precision import without_autocast
 from kvpress_prob.sources import LayerSource, PassSource, PrefillRows, QueryRows
 
 Factor = Literal["none", "norm", "centered"]
@@ -71,7 +72,7 @@ class AttentionPress(ScorerPress):
     statistic: Statistic = "mean"
     factor: Factor = "none"
     heads: Heads = "group"
-    compression_ratio: float = 0.0
+    compression_ratio: float = field(default=0.0, kw_only=True)
     project: bool = False
 
     def __post_init__(self):
@@ -144,6 +145,7 @@ class AttentionPress(ScorerPress):
             rows.append(layers)
         return [torch.cat(layers) for layers in zip(*rows, strict=True)]
 
+    @without_autocast
     def _scores(self, mass: Tensor, values: Tensor) -> Tensor:
         """Statistics [b hq t] of the query heads as scores [b hkv t]."""
         b, hq, t = mass.shape

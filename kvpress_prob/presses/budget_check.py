@@ -43,7 +43,7 @@ def budget_warning(figures: Tensor, group: Tensor, entries: int, compression_rat
     """
     groups = int(group.max()) + 1
     kept, protected, possible = (group_sum(it.double(), group, groups) for it in figures[:3])
-    heads = group_sum(torch.ones(len(group), dtype=torch.float64), group, groups)
+    heads = group_sum(torch.ones(len(group), dtype=torch.float64, device=group.device), group, groups)
     wanted = (1 - compression_ratio) * entries * heads
     achieved = 1 - float(kept.sum()) / (entries * len(group))
     result = f"the compression ratio is {achieved:.3f} instead of {compression_ratio:.3f}"

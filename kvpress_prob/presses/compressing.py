@@ -74,7 +74,9 @@ def compress(
             rows.append(_draw(proposals, take_all, len(gathered.take_all), settings, 1 - ratio, seed))
             figures.append(budget_figures(proposals, take_all, rows[-1]))
         kv_heads = gathered.take_all[0].shape[1]
-        groups = groups_of(settings.allocation, torch.arange(len(gathered.take_all)).repeat_interleave(kv_heads))
+        groups = groups_of(
+            settings.allocation, torch.arange(len(gathered.take_all), device="cpu").repeat_interleave(kv_heads)
+        )
         _warn(figures, groups, lengths, ratios)
         _pack_layers(prefill, gathered.take_all, rows, lengths, resampling)
         kept = _by_layer([row.kept.sum(-1) for row in rows], kv_heads)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from kvpress_prob.hf import LayerPrefill
 from kvpress_prob.maths.arguments import check_ratio
 from kvpress_prob.maths.proposals import Prior, ScoresAre, accumulated_attention_proposal
+from kvpress_prob.ops.precision import without_autocast
 from kvpress_prob.sources import PrefillRows
 
 
@@ -49,6 +50,7 @@ class H2OPress(ScorerPress):
         check_ratio(self.compression_ratio)
         PrefillRows(self.prior, self.max_rows)
 
+    @without_autocast
     def score(
         self,
         module: nn.Module,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from kvpress_prob.hf import LayerPrefill
 from kvpress_prob.maths.arguments import check_ratio
 from kvpress_prob.maths.proposals import Prior, ScoresAre, min_variance_proposal
+from kvpress_prob.ops.precision import without_autocast
 from kvpress_prob.sources import PrefillRows
 
 
@@ -48,6 +49,7 @@ class MinVariancePress(ScorerPress):
         check_ratio(self.compression_ratio)
         PrefillRows(self.prior, self.max_rows)
 
+    @without_autocast
     def score(
         self,
         module: nn.Module,

@@ -1,6 +1,7 @@
 """The press: a proposal from any scorer, a draw, real eviction, and weights for decoding."""
 
 import math
+import warnings
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -155,7 +156,7 @@ class ProbabilisticPress(BasePress):
                 raise ValueError(
                     f"compression_ratio must be 0 where entries_per_head is given, got {self.compression_ratio}"
                 )
-        check_seed(self.seed)
+        check_seed("seed", self.seed, optional=True)
         for name, value in (("n_sink", self.n_sink), ("n_recent", self.n_recent)):
             check_integer(name, value, 0)
         settings = self.draw_settings  # checks itself
@@ -207,6 +208,7 @@ class ProbabilisticPress(BasePress):
             For parameters, models and caches that are not supported; before anything has run.
         """
         self._check()
+        model = getattr(model, "_orig_mod", model)  # of torch.compile(model)
         self.report = None
         self.post_init_from_model(model)
         with ExitStack() as stack:
@@ -215,8 +217,26 @@ class ProbabilisticPress(BasePress):
             if self.budget is not None and self.budget.start == "prefill":
                 stack.enter_context(bound_passes(model, lambda: Bounding(self), self.budget))
             else:
-                stack.enter_context(watch_prefills(model, lambda: _Prefill(self)))
+                stack.enter_context(watch_prefills(model, lambda: _Prefill(self), _Later(self.evicts)))
             yield
+
+
+class _Later:
+    """Says once in a block what was not compressed."""
+
+    def __init__(self, evicts: bool):
+        self.silent = not evicts
+
+    def __call__(self, new: int, held: int) -> None:
+        if new == 1 or self.silent:  # an answer grows token by token
+            return
+        self.silent = True
+        warnings.warn(
+            f"{new} tokens that follow {held} in a cache are kept whole: only a forward pass on an empty cache is "
+            "compressed. Give the whole context in one pass (no prefill_chunk_size, no cached beginning), and ask "
+            "questions after the `with press(model)` block",
+            stacklevel=2,
+        )
 
 
 class _Prefill:

@@ -18,6 +18,7 @@ anything.
 
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from jaxtyping import Bool, Float, Float32, Int64
@@ -27,6 +28,7 @@ INITIAL_ROOM = 32
 """Slack behind each segment of a freshly packed store."""
 GROWTH = 0.25
 """Room made at each growth, as a fraction of the mean segment length."""
+_BUFFERS = ("keys", "values", "log_w", "start", "length")
 MIN_GROWTH, MAX_GROWTH = 64, 256
 """Smallest and largest room made at a growth. A store that every token reads whole and that is copied every 256 tokens
 is read once more in a hundred."""
@@ -65,6 +67,20 @@ class RaggedKV:
     room: int
     columns: dict[str, Tensor] = field(default_factory=dict)
     row_starts: list[int] | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "RaggedKV":
+        """A copy that can be appended to outside ``torch.inference_mode`` wherever it was made."""
+        with torch.inference_mode(False), torch.no_grad():
+            columns = {name: column.clone() for name, column in self.columns.items()}
+            return replace(self, **{name: getattr(self, name).clone() for name in _BUFFERS}, columns=columns)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What ``pickle`` calls, maybe inside ``torch.inference_mode``."""
+        with torch.inference_mode(False), torch.no_grad():
+            for name in _BUFFERS:
+                state[name] = state[name].clone() if state[name].is_inference() else state[name]
+            state["columns"] = {name: it.clone() for name, it in state["columns"].items()}
+            self.__dict__.update(state)
 
     def check_layout(self) -> None:
         """Raise ``ValueError`` unless every buffer's entries are stored one after the other, from whatever place of its

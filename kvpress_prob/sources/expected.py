@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvpress_prob.hf import LayerPrefill
 from kvpress_prob.hf.rotary import RotaryState, rotate
+from kvpress_prob.maths.arguments import check_integer
 from kvpress_prob.sources.query_rows import QueryRows
 
 
@@ -45,8 +46,7 @@ class ExpectedQueries:
             ("n_sink", self.n_sink, 0),
             ("max_rows", 1 if self.max_rows is None else self.max_rows, 1),
         ):
-            if not isinstance(value, int) or value < least:
-                raise ValueError(f"{name} must be an integer >= {least}, got {value!r}")
+            check_integer(name, value, least)
 
     def rows(self, layer: LayerPrefill) -> QueryRows:
         inputs, keys = layer.inputs, layer.keys

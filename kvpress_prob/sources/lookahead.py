@@ -21,6 +21,7 @@ from kvpress_prob.hf import (
     scratch_copy,
     second_pass,
 )
+from kvpress_prob.maths.arguments import check_integer, check_positive, check_seed
 from kvpress_prob.sources.query_rows import QueryRows, Visit
 
 
@@ -50,10 +51,9 @@ class Lookahead:
 
     def __post_init__(self):
         for name, value in (("n_continuations", self.n_continuations), ("n_tokens", self.n_tokens)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
-        if not isinstance(self.temperature, (int, float)) or not self.temperature > 0:
-            raise ValueError(f"temperature must be a number > 0, got {self.temperature!r}")
+            check_integer(name, value, 1)
+        check_positive("temperature", self.temperature)
+        check_seed("seed", self.seed)
 
     def check(self, upcoming: Upcoming) -> None:
         """Refuse a prefill whose continuations would leave the model's own table of positions."""
@@ -78,12 +78,14 @@ class Lookahead:
         """
         model: Any = futures.model
         eos = getattr(model.generation_config, "eos_token_id", None)
-        stops = torch.tensor(eos if isinstance(eos, list) else [] if eos is None else [eos])
-        generator = torch.Generator().manual_seed(self.seed)
+        stops = torch.tensor(
+            eos if isinstance(eos, list) else [] if eos is None else [eos], dtype=torch.int64, device="cpu"
+        )
+        generator = torch.Generator().manual_seed(int(self.seed))
         cache = scratch_copy(futures.cache)
         logits = next_logits(futures)
         stops = stops.to(logits.device)
-        drawn, counts, total = [], [], torch.zeros(len(logits), device=logits.device)
+        drawn, counts, total = [], [], torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
         going = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
         for step in range(self.n_tokens):
             chance = torch.softmax(logits.float() / self.temperature, -1)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from kvpress_prob.hf import LayerPrefill
+from kvpress_prob.maths.arguments import check_integer
 from kvpress_prob.maths.proposals import PRIORS, Prior, row_prior
 from kvpress_prob.maths.rows import sample_rows
 from kvpress_prob.sources.query_rows import QueryRows
@@ -32,8 +33,7 @@ class PrefillRows:
         if self.prior not in PRIORS:
             raise ValueError(f"prior must be one of {PRIORS}, got {self.prior!r}")
         for name, value in (("max_rows", self.max_rows), ("window", self.window)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be None or an integer >= 1, got {value!r}")
+            check_integer(name, value, 1, optional=True)
 
     def rows(self, layer: LayerPrefill) -> QueryRows:
         """All rows are those of a prefill's ``t`` entries; fewer, the newest, when a kvpress press scores while

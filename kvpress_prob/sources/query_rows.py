@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvpress_prob.hf import LayerPrefill, Prefill, Upcoming
 from kvpress_prob.ops.attention_mass import Statistic, attention_mass
+from kvpress_prob.ops.precision import one_dtype, without_autocast
 
 
 @dataclass(frozen=True)
@@ -55,17 +56,19 @@ class QueryRows:
         mass, output = self._mass(statistic, self.values)
         return mass, cast(Tensor, output)
 
+    @without_autocast
     def _mass(self, statistic: Statistic, values: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        query, keys = one_dtype(self.query, self.keys)
         return attention_mass(
-            self.query,
-            self.keys,
+            query,
+            keys,
             self.weights,
             scaling=self.scaling,
             positions=self.positions,
             valid=self.valid,
             scope=self.scope,
             column_bias=self.column_bias,
-            values=values,
+            values=None if values is None else values.to(keys.dtype),
             softcap=self.softcap,
             statistic=statistic,
         )

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
 from kvpress_prob.hf import AttentionInputs, Prefill, Upcoming, second_pass
+from kvpress_prob.maths.arguments import check_integer, is_number
 from kvpress_prob.maths.sampling import systematic_sample
 from kvpress_prob.sources.query_rows import QueryRows, Visit
 
@@ -53,13 +54,12 @@ class Reconstruction:
     n_sink: int | None = None
 
     def __post_init__(self):
-        if not isinstance(self.chunk_size, int) or self.chunk_size < 1:
-            raise ValueError(f"chunk_size must be an integer >= 1, got {self.chunk_size!r}")
-        if not isinstance(self.fraction, (int, float)) or not 0 < self.fraction <= 1:
+        check_integer("chunk_size", self.chunk_size, 1)
+        if not is_number(self.fraction) or not 0 < self.fraction <= 1:
             raise ValueError(f"fraction must be a number in (0, 1], got {self.fraction!r}")
-        for name, value in (("skip", self.skip), ("n_sink", self.n_sink)):
-            if not isinstance(value, int | None) or (value is not None and value < 0):
-                raise ValueError(f"{name} must be an integer >= 0, got {value!r}")
+        check_integer("skip", self.skip, 0)
+        if self.n_sink is not None:
+            check_integer("n_sink", self.n_sink, 0)
         if self.prompt == "kvzip" and self.skip:
             raise ValueError(f"skip must be 0 with prompt='kvzip', which has its own, got {self.skip}")
         if self.prompt is not None and self.prompt != "kvzip" and not callable(self.prompt):
@@ -109,8 +109,8 @@ class Reconstruction:
         chunk = ids[:, start : start + self.chunk_size]
         if self.fraction < 1:
             stretches = -(-chunk.shape[1] // STRETCH)
-            q = torch.full((1, stretches), self.fraction, dtype=torch.float64)
-            chosen = systematic_sample(q, torch.tensor([0.5], dtype=torch.float64)).squeeze(0)
+            q = torch.full((1, stretches), self.fraction, dtype=torch.float64, device="cpu")
+            chosen = systematic_sample(q, torch.tensor([0.5], dtype=torch.float64, device="cpu")).squeeze(0)
             chosen[0] |= not chosen.any()
             chunk = chunk[:, chosen.repeat_interleave(STRETCH)[: chunk.shape[1]].to(ids.device)]
         if not callable(self.prompt):

@@ -90,7 +90,7 @@ class _Attention:
         """Outputs [s 1 g r d] and log-sum-exps [s 1 g r] of rows [s g r d]: row ``i`` sees ``i + 1`` entries from the
         given place on. With a negative number instead of a place's, the first rows have no entry of their own."""
         s, g, r, d = rows.shape
-        later = torch.ones(r, r, dtype=torch.bool).triu(1)
+        later = torch.ones(r, r, dtype=torch.bool, device=rows.device).triu(1)
         parts, lses, biases = rows.new_zeros(s, 1, g, r, d), self.log_w.new_full((s, 1, g, r), -torch.inf), []
         for segment, (begin, older) in enumerate(segments):
             missing, place = min(max(-older, 0), r), begin + max(older, 0)
