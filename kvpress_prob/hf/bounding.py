@@ -246,7 +246,7 @@ def _validity(given: dict[str, Any], cache: Any) -> Tensor | None:
     if isinstance(mask, dict):
         mask = mask.get("full_attention")
     if mask is None:
-        return torch.ones(b, t, dtype=torch.bool)
+        return torch.ones(b, t, dtype=torch.bool, device="cpu")
     shape = tuple(mask.shape)
     if shape == (b, t):
         valid = mask.bool()

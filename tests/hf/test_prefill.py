@@ -17,7 +17,7 @@ from transformers.cache_utils import QuantizedLayer
 from kvpress_prob import H2OPress, ProbabilisticPress
 from kvpress_prob.hf import RaggedLayer, watch_prefills
 from kvpress_prob.hf.observing import _eager_attention
-from kvpress_prob.ragged import RaggedKV
+from kvpress_prob.ragged import RaggedKV, store
 from tests.helpers.compare import assert_equals_oracle, compress, dense, press_of
 from tests.helpers.models import tiny_gemma3, tiny_llama, tiny_mistral, tokens
 
@@ -298,7 +298,7 @@ class Stage:
         self.monkeypatch.setattr(RaggedKV, "pack", self.second_call_of(RaggedKV.pack))
 
     def allocation(self, model, press):
-        self.monkeypatch.setattr(RaggedKV, "empty", self.second_call_of(RaggedKV.empty))
+        self.monkeypatch.setattr(store, "_layout", self.second_call_of(store._layout))
 
     def entering(self, model, press):
         self.monkeypatch.setattr(model.model, "register_forward_hook", self.boom)
