@@ -244,9 +244,10 @@ def _restore_pool(held: dict[str, Tensor], index: int, described: dict[str, Any]
 def _layer(
     held: dict[str, Tensor], index: int, described: dict[str, Any], reads: SharedReads
 ) -> RaggedLayer | DynamicLayer:
-    keys, values = held[f"{index}.keys"], held[f"{index}.values"]
+    # A layer's tensors leave `held`, so that at most one layer is there twice.
+    keys, values = held.pop(f"{index}.keys"), held.pop(f"{index}.values")
     if described["kind"] == "compressed":
-        log_w, lengths = held[f"{index}.log_w"], held[f"{index}.length"].tolist()
+        log_w, lengths = held.pop(f"{index}.log_w"), held.pop(f"{index}.length").tolist()
         store = RaggedKV.empty(keys, values, lengths, described["batch"], INITIAL_ROOM)
         begin = 0
         for start, length in zip(store.start.tolist(), lengths, strict=True):

@@ -10,17 +10,22 @@ import copy
 import math
 import tempfile
 import time
+import warnings
+from contextlib import nullcontext
 
+import pytest
 import torch
 import transformers
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from kvpress import ScorerPress
 from torch import Tensor
 from transformers import DynamicCache
 
 from kvpress_prob import (
     AttentionPress,
+    CacheBudget,
     Component,
     H2OPress,
     Lookahead,
@@ -47,7 +52,68 @@ SCORERS = (
     AttentionPress(source=Lookahead(2, 3), statistic="output_change"),
     [Component(RECONSTRUCTION, 0.6, budget_weighting="score"), Component(MinVariancePress())],
 )
+DTYPES = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float16, torch.bfloat16, torch.float64)
+BUDGETS = (
+    CacheBudget(24, interval=4, queries=3, start="decoding"),
+    CacheBudget(70, interval=64, queries=2, start="decoding"),
+)
 LARGEST_BATCH = 6
+
+
+class OddScorer(ScorerPress):
+    """Scores of unusual kinds, dtypes and layouts, all of the shape that is asked for."""
+
+    def __init__(self, kind: str, dtype: torch.dtype, layout: str):
+        super().__init__()
+        self.kind, self.dtype, self.layout = kind, dtype, layout
+
+    def __repr__(self) -> str:
+        return f"OddScorer({self.kind!r}, {self.dtype}, {self.layout!r})"
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        norm = keys.norm(dim=-1)
+        place = torch.arange(keys.shape[2]).expand(norm.shape)
+        scores = {
+            "norms": norm,
+            "minus norms": -norm,
+            "signed": keys[..., 0],
+            "rounding": norm - norm.amin(-1, keepdim=True) - 1e-7,
+            "ranks": place,
+            "counts": (norm * 100).long() % 8,
+            "one-hot": (place == 3) * 1,
+            "zeros": place * 0,
+            "marks": torch.where(place < 2, norm.max() + 1, norm / (norm.max() + 1)),
+            "largest": torch.where(place < 2, torch.finfo(norm.dtype).max, norm),
+        }[self.kind]
+        if self.kind != "largest":
+            scores = scores.to(self.dtype)
+        if self.layout == "strided":
+            return torch.stack((scores, scores), -1)[..., 0]
+        if self.layout == "transposed":
+            return scores.mT.contiguous().mT
+        return scores
+
+
+class WrongScorer(ScorerPress):
+    """Scores of another shape than is asked for."""
+
+    def __init__(self, shape: str):
+        super().__init__()
+        self.shape = shape
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        norm = keys.norm(dim=-1)
+        wrong = {"too short": norm[..., 1:], "one head": norm[0, 0], "flat": norm.flatten(), "another batch": norm[:0]}
+        return wrong[self.shape]
+
+
+ODD_KINDS = ("norms", "minus norms", "signed", "rounding", "ranks", "counts", "one-hot", "zeros", "marks", "largest")
+
+
+@st.composite
+def odd_scorers(draw) -> OddScorer:
+    layouts = st.sampled_from(["plain", "strided", "transposed"])
+    return OddScorer(draw(st.sampled_from(ODD_KINDS)), draw(st.sampled_from(DTYPES)), draw(layouts))
 
 
 @st.composite
@@ -77,7 +143,8 @@ def presses(draw) -> ProbabilisticPress:
     sampler = draw(st.sampled_from(["systematic", "multinomial", "top_k"]))
     corrections = ["none"] + {"systematic": ["inclusion"], "multinomial": ["inclusion", "counts"], "top_k": []}[sampler]
     scorers = [it for it in SCORERS if sampler != "top_k" or not isinstance(it, list) or len(it) == 1]
-    scorer = copy.deepcopy(draw(st.sampled_from(scorers)))
+    odd = draw(st.integers(0, 2)) == 0
+    scorer = draw(odd_scorers()) if odd else copy.deepcopy(draw(st.sampled_from(scorers)))
     several = isinstance(scorer, list)
     return ProbabilisticPress(
         scorer,
@@ -86,7 +153,10 @@ def presses(draw) -> ProbabilisticPress:
         correction=draw(st.sampled_from(corrections)),
         temperature=draw(st.sampled_from([1.0, 2.0])),
         allocation=draw(st.sampled_from(["global", "layer", "head"])),
-        budget_weighting="uniform" if several else draw(st.sampled_from(["uniform", "score"])),
+        budget_weighting="uniform" if several or odd else draw(st.sampled_from(["uniform", "score"])),
+        proposal_temperature=1.0 if several else draw(st.sampled_from([1.0, 0.001, 3.0])),
+        uniform_mix=draw(st.sampled_from([0.0, 0.1])),
+        budget=draw(st.sampled_from([None, None, *BUDGETS])),
         max_weight=draw(st.sampled_from([math.inf, 3.0])),
         n_sink=draw(st.integers(0, 3)),
         n_recent=draw(st.integers(0, 3)),
@@ -110,33 +180,50 @@ class CompressedCacheMachine(RuleBasedStateMachine):
         length=st.integers(1, 60),
         padding=st.lists(st.integers(0, 59), max_size=2),
         sliding_cache=st.booleans(),
+        inference=st.booleans(),
+        before=st.sampled_from([0, 0, 0, 1, 7]),
+        chunks=st.lists(st.integers(1, 20), max_size=2),
     )
-    def prefill(self, shape, press, length, padding, sliding_cache):
+    def prefill(self, shape, press, length, padding, sliding_cache, inference, before, chunks):
+        """A context in one piece or in chunks, on an empty cache or on a prefix that was cached before the block."""
         name = shape.pop("name")
         self.model = ARCHITECTURES[name].build(shape.pop("attn"), shape.pop("seed"), **shape)
-        self.length = length
-        rows = [0, *(pad % length for pad in padding)]
+        self.budget = press.budget is not None
+        before %= length
+        rows = [0, *(0 if before else pad % length for pad in padding)]
         self.mask = (torch.arange(length) >= torch.tensor(rows).unsqueeze(-1)).long()
         config = self.model.config if sliding_cache else None
         self.cache, self.full = DynamicCache(config=config), DynamicCache(config=config)
         self.croppable = not sliding_cache or "sliding_attention" not in (getattr(config, "layer_types", None) or ())
-        ids = tokens(length, batch=len(rows))
-        inputs = {"attention_mask": self.mask, "position_ids": self.positions()}
-        with torch.no_grad():
+        ids, self.biases = tokens(length, batch=len(rows)), {}
+        with torch.inference_mode(inference), torch.no_grad(), warnings.catch_warnings():
+            # A ratio that cannot be reached, and what does not enter the cache as one prefill, warn.
+            warnings.simplefilter("ignore", UserWarning)
+            for cache in (self.cache, self.full) if before else ():
+                self.model(ids[:, :before], past_key_values=cache)
+            inputs = {"attention_mask": self.mask, "position_ids": self.positions()[:, before:]}
+            self.model(ids[:, before:], past_key_values=self.full, **inputs)
             with press(self.model):
-                self.model(ids, past_key_values=self.cache, **inputs)
-            self.model(ids, past_key_values=self.full, **inputs)
-        self.biases = biases_of(self.cache, self.full)
+                self.model(ids[:, before:], past_key_values=self.cache, **inputs)
+            self.biases = biases_of(self.cache, self.full)
+            self.length = length
+            for n in chunks:
+                self.forward(n, [0] * self.batch, False, press)
 
     def positions(self) -> Tensor:
         return (self.mask.cumsum(-1) - 1).clamp(min=0)
 
     @property
+    def ragged(self) -> dict[int, RaggedLayer]:
+        return {index: layer for index, layer in enumerate(self.cache.layers) if isinstance(layer, RaggedLayer)}
+
+    @property
     def batch(self) -> int:
         return len(self.mask)
 
-    def forward(self, n: int, hidden: list[int], always_mask: bool) -> None:
-        """``n`` new tokens a row, of which the first ``hidden[row]`` are padding; compares the logits."""
+    def forward(self, n: int, hidden: list[int], always_mask: bool, press: ProbabilisticPress | None = None) -> None:
+        """``n`` new tokens a row, of which the first ``hidden[row]`` are padding, inside a press' block or outside any;
+        compares the logits."""
         self.steps += 1
         ids = tokens(n, batch=self.batch, seed=self.steps)
         new = (torch.arange(n) >= torch.tensor(hidden).unsqueeze(-1)).long()
@@ -145,16 +232,22 @@ class CompressedCacheMachine(RuleBasedStateMachine):
         if always_mask or not self.mask.all():
             inputs["attention_mask"] = self.mask
         with torch.no_grad():
-            got = self.model(ids, past_key_values=self.cache, **inputs).logits
+            with nullcontext() if press is None else press(self.model):
+                got = self.model(ids, past_key_values=self.cache, **inputs).logits
             with oracle_attention(self.model, self.biases):
                 want = self.model(ids, past_key_values=self.full, **inputs).logits
         seen = new.bool()
         torch.testing.assert_close(got[seen], want[seen], atol=1e-4 * max(1.0, float(want[seen].abs().max())), rtol=0)
         assert self.cache.get_seq_length() == self.full.get_seq_length() == self.mask.shape[1]
+        if self.budget and self.ragged:
+            # Layers may have been sampled again after they had attended.
+            self.biases = biases_of(self.cache, self.full, atol=1e-3)
+            self.length = max(layer.context_length for layer in self.ragged.values())
 
     @rule(n=st.integers(1, 9), data=st.data(), always_mask=st.booleans())
     def question(self, n, data, always_mask):
-        hidden = data.draw(st.lists(st.integers(0, n - 1), min_size=self.batch, max_size=self.batch))
+        most = 0 if self.budget else n - 1  # a budget knows of no hidden tokens
+        hidden = data.draw(st.lists(st.integers(0, most), min_size=self.batch, max_size=self.batch))
         self.forward(n, hidden, always_mask)
 
     @rule(n=st.sampled_from([1, 1, 2, 33, 70]))
@@ -222,14 +315,22 @@ class CompressedCacheMachine(RuleBasedStateMachine):
 
     @rule()
     def save_and_load(self):
-        with tempfile.NamedTemporaryFile() as file:
-            save_compressed(self.cache, file.name)
-            self.cache = load_compressed(file.name)
+        with tempfile.TemporaryDirectory() as folder:
+            save_compressed(self.cache, f"{folder}/cache")
+            self.cache = load_compressed(f"{folder}/cache")
 
-    @rule()
-    def inference_mode(self):
+    @rule(n=st.sampled_from([1, 1, 5, 40]))
+    def inference_mode(self, n):
         with torch.inference_mode():
-            self.forward(1, [0] * self.batch, False)
+            self.forward(n, [0] * self.batch, False)
+
+    @rule(shape=st.sampled_from(["too short", "one head", "flat", "another batch"]))
+    def refused_scores(self, shape):
+        """A prefill whose scores have a wrong shape raises and touches nothing that this life depends on."""
+        press = ProbabilisticPress(WrongScorer(shape), 0.5)
+        refusal = pytest.raises(ValueError, match="scores of WrongScorer must be real numbers of shape")
+        with torch.no_grad(), press(self.model), refusal:
+            self.model(tokens(9), past_key_values=DynamicCache())
 
 
 def main() -> None:
@@ -239,7 +340,7 @@ def main() -> None:
     torch.set_num_threads(1)
     end = time.monotonic() + 60 * minutes
     # Small rounds, so that the time is kept; without a database, so that every round is new.
-    rounds = settings(max_examples=50, stateful_step_count=15, deadline=None, derandomize=False, database=None)
+    rounds = settings(max_examples=20, stateful_step_count=15, deadline=None, derandomize=False, database=None)
     while time.monotonic() < end:
         run_state_machine_as_test(CompressedCacheMachine, settings=rounds)
         print(f"{CompressedCacheMachine.sequences} sequences, none failed")

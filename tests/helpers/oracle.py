@@ -59,11 +59,12 @@ def oracle_attention(model: PreTrainedModel, biases: dict[int, Tensor]) -> Itera
         _BIASES.clear()
 
 
-def biases_of(compressed: DynamicCache, dense: DynamicCache) -> dict[int, Tensor]:
+def biases_of(compressed: DynamicCache, dense: DynamicCache, atol: float = 0.0) -> dict[int, Tensor]:
     """Per compressed layer, the bias over the context: finds each kept key among the dense ones, checks its value,
     reads its weight.
 
-    Both caches hold the same context; ``compressed`` may hold appended tokens as well.
+    Both caches hold the same context; ``compressed`` may hold appended tokens as well. With ``atol`` keys need not be
+    equal to the bit: those of tokens that were appended before a budget made them part of the context are not.
     """
     biases = {}
     for index, layer in enumerate(compressed.layers):
@@ -79,10 +80,10 @@ def biases_of(compressed: DynamicCache, dense: DynamicCache) -> dict[int, Tensor
                 place = layer.padding[row] - 1
                 for i in range(kept):
                     # Entries are stored in position order, so equal keys cannot be confused.
-                    match = (keys[row, head, place + 1 : t] == k[i]).all(-1).nonzero()
+                    match = ((keys[row, head, place + 1 : t] - k[i]).abs() <= atol).all(-1).nonzero()
                     assert len(match), "a kept key is not one of the context's, or out of order"
                     place = place + 1 + int(match[0])
-                    assert torch.equal(values[row, head, place], v[i])
+                    assert ((values[row, head, place] - v[i]).abs() <= atol).all()
                     bias[row, head, place] = log_w[i]
         biases[index] = bias
     return biases
