@@ -60,6 +60,7 @@ def bound_passes(model: PreTrainedModel, start: Callable[[], PassWatcher], budge
     modules = [layer.self_attn for layer in decoder.layers]
     session = _Session(model, decoder, start, budget)
     with claimed(decoder), ExitStack() as on_model:
+        on_model.enter_context(RotaryState.of(decoder).kept())
         on_model.enter_context(reachable_rotary(decoder))
         for module in modules:
             on_model.callback(module.register_forward_hook(session.after_attention, with_kwargs=True).remove)
