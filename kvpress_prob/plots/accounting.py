@@ -1,9 +1,12 @@
 """What presses hold beside a reference."""
 
 import pandas as pd
-from matplotlib.figure import Figure
 
+from kvpress_prob.extras import extra
 from kvpress_prob.plots.figures import SIZE, Styles
+
+with extra("plots", "Drawing figures"):
+    from matplotlib.figure import Figure
 
 
 def bytes_over_reference(times: pd.DataFrame, styles: Styles, reference: str = "snapkv") -> Figure:

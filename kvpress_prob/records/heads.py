@@ -10,7 +10,11 @@ from typing import Any, cast
 
 import numpy as np
 import pandas as pd
-from scipy.stats import mannwhitneyu, spearmanr
+
+from kvpress_prob.extras import extra
+
+with extra("eval", "Comparing heads"):
+    from scipy.stats import mannwhitneyu, spearmanr
 
 FLAT_BUDGET, FLAT_MASS = 8, 0.25
 LABEL = 1.11
