@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 import torch
@@ -118,7 +118,7 @@ def timing(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     everything, rows = long_ids(tokenizer, arguments), []
     for tokens, entries in dict.fromkeys([(2048, 1024), (arguments.tokens, arguments.entries)]):
         ids = everything[:, :tokens]
-        runs = {"dense": partial(prefill, model, ids, None)}
+        runs: dict[str, Callable[[], object]] = {"dense": partial(prefill, model, ids, None)}
         for name in arguments.press:
             press = PRESSES[name](budget=budget(entries, None), seed=arguments.seed)
             runs[name] = partial(prefill, model, ids, press, arguments.chunk)
@@ -161,7 +161,7 @@ def text(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def ruler(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """kvpress' pipeline, one question a context, which the press does not see."""
     model, tokenizer = load(arguments.model)
-    pipe = KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
+    pipe = KVPressTextGenerationPipeline(model=model, tokenizer=cast(Any, tokenizer))
     examples = load_examples("ruler", str(arguments.data), count_tokens=lambda it: len(tokenizer(it).input_ids),
                              tasks=arguments.tasks, examples_per_task=arguments.examples)  # fmt: skip
     rows = []

@@ -20,7 +20,6 @@ from typing import Any, cast
 
 import pandas as pd
 import torch
-from kvpress_prob.presses.compression import Compression
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import DynamicCache
@@ -191,16 +190,13 @@ def trained(x: Tensor, y: Tensor, epochs: int = 12) -> nn.Module:
 
 def compressed(press: Any, lookup: Tensor, reading: Tensor, prefill: Prefill, ratio: float, seed: int) -> Compressed:
     """A copy of the cache drawn from scores [layers hkv t] in place of the press' two scorers'."""
-    press.compression_ratio = ratio
-    compression = Compression(press)
-    compression.padding = [0]
-    compression.scores = [
+    gathering = press.gathering(ratio)
+    gathering.scores = [
         [LayerScores(it.unsqueeze(0), torch.zeros_like(it, dtype=torch.bool).unsqueeze(0)) for it in scores]
         for scores in (lookup, reading)
     ]
-    compression.complete(prefill)
     mine = replace(prefill, cache=copied(cast(DynamicCache, prefill.cache)))
-    report = compression.pack(mine, ratio, seed)
+    report = press.draw(gathering.complete(prefill), mine, ratio, seed)
     cache = cast(DynamicCache, mine.cache)
     return Compressed(cache, {}, report.layer_ratios, None, cache_bytes(cache), Costs())
 

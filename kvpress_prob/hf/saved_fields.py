@@ -171,7 +171,8 @@ def pool_settings(described: dict[str, Any]) -> PoolSettings:
     """The settings of a pool that a header describes."""
     flags = {name: tuple(described[name]) for name in ("changing", "uniform")}
     parts = {"budget": CacheBudget(**described["budget"]), "draw": DrawSettings(**described["draw"])}
-    return PoolSettings(**described | flags | parts)
+    settings: dict[str, Any] = {**described, **flags, **parts}
+    return PoolSettings(**settings)
 
 
 def resampling_settings(described: dict[str, Any]) -> ResamplingSettings:
