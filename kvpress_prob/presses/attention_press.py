@@ -50,10 +50,9 @@ class AttentionPress(ScorerPress):
         Where the query rows come from, see ``kvpress_prob.sources``. Scores of a source that makes a pass of its own
         exist after the prefill only: such a press works inside ``ProbabilisticPress`` (``sampler="top_k"`` for a plain
         top-k), not alone.
-    statistic : {"mean", "rms", "max", "output_change"}, default="mean"
-        Weighted mean over rows, root of the weighted mean square, maximum, or the weighted mean of the change of the
-        attention output when the entry is left out, ``p_j(i) / (1 - p_j(i)) |o_j - v_i|``. The query heads of a group
-        are reduced in the same way.
+    statistic : {"mean", "max", "output_change"}, default="mean"
+        Weighted mean over rows, maximum, or the weighted mean of the change of the attention output when the entry is
+        left out, ``p_j(i) / (1 - p_j(i)) |o_j - v_i|``. The query heads of a group are reduced in the same way.
     factor : {"none", "norm", "centered"}, default="none"
         Times 1, ``|v_i|``, or ``|v_i - o|`` with ``o`` the mean of the values under the head's statistic.
     project : bool, default=False
@@ -155,12 +154,7 @@ class AttentionPress(ScorerPress):
             grouped = grouped * value_distance(grouped, values, centered=self.factor == "centered")
         if self.heads == "layer":
             grouped = grouped.reshape(b, 1, hq, t)
-        if self.statistic == "max":
-            scores = grouped.amax(2)
-        elif self.statistic == "rms":
-            scores = grouped.square().mean(2).sqrt()
-        else:
-            scores = grouped.mean(2)
+        scores = grouped.amax(2) if self.statistic == "max" else grouped.mean(2)
         return scores.expand(b, kv_heads, t)
 
 
@@ -170,7 +164,7 @@ class _Gathered:
     def __init__(self, statistic: Statistic, factors: dict[int, Tensor]):
         self.statistic: Statistic = statistic
         self.factors = factors  # of the layers' output projections, where distances are measured behind them
-        self.layers: dict[int, Tensor] = {}  # [hq t]: sums, sums of squares, or maxima
+        self.layers: dict[int, Tensor] = {}  # [hq t]: sums or maxima
 
     def visit(self, layer: int, rows: QueryRows) -> Tensor:
         """A ``Visit``: batch rows are further rows of the same context."""
@@ -184,14 +178,12 @@ class _Gathered:
             mass = mass.amax(0)
             self.layers[layer] = torch.maximum(self.layers.get(layer, mass), mass)
         else:
-            mass = (mass.square() if self.statistic == "rms" else mass).sum(0)
-            self.layers[layer] = self.layers.get(layer, 0) + mass
+            self.layers[layer] = self.layers.get(layer, 0) + mass.sum(0)
         return output
 
     def mass(self, layer: int) -> Tensor:
         """The statistic [1 hq t]."""
-        mass = self.layers[layer].unsqueeze(0)
-        return mass.sqrt() if self.statistic == "rms" else mass
+        return self.layers[layer].unsqueeze(0)
 
 
 def _output_projection(module: Any) -> Tensor:

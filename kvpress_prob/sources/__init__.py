@@ -1,6 +1,6 @@
 """Query sources: where the query rows come from whose attention a proposal is a statistic of.
 
-A proposal is a statistic over query rows (``mean``, ``rms``, ``max`` or leave-one-out output change), and which rows is
+A proposal is a statistic over query rows (``mean``, ``max`` or leave-one-out output change), and which rows is
 a choice of its own. Rows of the prefill read a text; they do not ask about it. Rows of a reconstruction do, and so do
 sampled continuations.
 

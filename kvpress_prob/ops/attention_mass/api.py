@@ -13,8 +13,8 @@ from kvpress_prob.ops.library import operator
 
 Impl = Literal["auto", "reference", "blocked", "triton"]
 IMPLS: tuple[Impl, ...] = ("auto", "reference", "blocked", "triton")
-Statistic = Literal["mean", "rms", "max", "output_change"]
-STATISTICS: tuple[Statistic, ...] = ("mean", "rms", "max", "output_change")
+Statistic = Literal["mean", "max", "output_change"]
+STATISTICS: tuple[Statistic, ...] = ("mean", "max", "output_change")
 
 
 def attention_mass(
@@ -57,7 +57,7 @@ def attention_mass(
         When given, the rows' attention output is returned too.
     softcap : float, optional
         As in ``weighted_decode``.
-    statistic : "mean", "rms", "max" or "output_change"
+    statistic : "mean", "max" or "output_change"
         ``sum_j h_j p_j(i)``, ``sqrt(sum_j h_j p_j(i)^2)``, the maximum of ``p_j(i)`` over rows with positive weight, or
         ``sum_j h_j p_j(i) / (1 - p_j(i)) |o_j - v_i|``, which needs ``values`` and has no scope.
     impl : "auto", "reference", "blocked" or "triton"

@@ -83,18 +83,14 @@ def attention_mass_blocked(
         if inside is not None:
             row_scale = torch.mv(probability.view(-1, end), inside[:end]).view_as(row_weight)
             row_scale = torch.where(row_scale > 0, 1 / row_scale, 0)
-            row_weight = row_weight * (row_scale.square() if statistic == "rms" else row_scale)
+            row_weight = row_weight * row_scale
         if statistic == "max":
             if inside is not None or not all_count:
                 probability.mul_(row_weight.mT)
             best = probability.amax(1, keepdim=True)
             torch.maximum(mass[..., :end], best, out=mass[..., :end])
         else:
-            if statistic == "rms":
-                probability.square_()
             mass[..., :end].baddbmm_(row_weight, probability)
     if inside is not None:
         mass.mul_(inside)
-    if statistic == "rms":
-        mass.sqrt_()
     return mass.view(b, hq, t), output

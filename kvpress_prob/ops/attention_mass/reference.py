@@ -4,7 +4,6 @@ With ``p_j = softmax_i(a_ji)``, ``a_ji = scaling q_j.k_i`` (softcapped if asked)
 ``i <= position_j``, and ``p_j`` divided by its sum over the entries in scope where there is a scope::
 
     mean   sum_j h_j p_j(i)
-    rms    sqrt(sum_j h_j p_j(i)^2)
     max    max_{j: h_j > 0} p_j(i)
     output o_j = sum_i p_j(i) v_i
     output_change   sum_j h_j p_j(i) / (1 - p_j(i)) |o_j - v_i|
@@ -61,8 +60,6 @@ def attention_mass_reference(
     weight = row_weights.to(wide)[:, None, :, None]
     if statistic == "mean":
         mass = (weight * probability).sum(2)
-    elif statistic == "rms":
-        mass = (weight * probability.square()).sum(2).sqrt()
     elif statistic == "max":
         mass = torch.where(weight > 0, probability, 0).amax(2)
     elif change is not None:

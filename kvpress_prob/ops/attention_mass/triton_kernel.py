@@ -207,12 +207,8 @@ def column_mass_kernel(
         probability = tl.where(seen, tl.exp2(logits - lse[None, :]), 0.0)
         if STATISTIC == "mean":
             mass += tl.sum(probability * weight[None, :], 1)
-        elif STATISTIC == "rms":
-            mass += tl.sum(probability * probability * weight[None, :], 1)
         else:
             mass = tl.maximum(mass, tl.max(tl.where(weight[None, :] > 0, probability, 0.0), 1))
-    if STATISTIC == "rms":
-        mass = tl.sqrt(mass)
     tl.store(mass_ptr + place * t + j, mass, mask=j < t)
 
 

@@ -59,22 +59,6 @@ def weighted_decode(
     ------
     ValueError
         If shapes, dtype, device or ``impl`` do not fit, or the store's buffers are not contiguous.
-
-    Notes
-    -----
-    The Triton kernels on paper, for compute capability 9.0, bfloat16, ``d = dv = 128``, a group of 4, ``n = 1``:
-
-    * Bytes: an entry costs ``2 * 128 * 2 + 4 = 516`` bytes, read once for the whole group. Partial results add 0.2 to
-      7 % to stores of 13 MB and more (``launch.tile_size``), up to 13 % to smaller ones, which are cut finer so that
-      every multiprocessor has work.
-    * Occupancy: 112 registers for each of 128 threads would allow 4 blocks of threads a multiprocessor, 71.5 KiB of
-      shared memory (two blocks of 64 entries) allow 3. Each has 32 to 64 KiB on its way, so 96 KiB or more a
-      multiprocessor; 4.8 TB/s over 132 multiprocessors at a latency of 1 us need 36 KiB. Padding 4 rows to the 16 of a
-      matrix product costs 16 flop a byte, 76 Tflop/s at that bandwidth: far from the tensor cores' limit.
-    * So the main pass should run at the speed of a copy but for its ends: tiles are an eighth to a sixteenth of a
-      multiprocessor's work, three at a time, so about a tenth is lost while the last ones finish; the merge and two
-      launches add about 5 us. That makes 85 to 90 % of a copy's bandwidth for stores of 500 MB, less below. These are
-      estimates: ``python -m benchmarks.gpu`` measures.
     """
     b, hq, _, d = query.shape
     if b != store.batch or d != store.keys.shape[-1] or hq % store.kv_heads:
