@@ -28,6 +28,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.running import RESULTS, show, write
 from kvpress_prob import MinVariancePress, ProbabilisticPress
+from kvpress_prob.maths import binomial
 
 PACKAGE, ELSEWHERE = "/kvpress_prob/", ("/transformers/", "/kvpress/")
 READS_OF_VALUES = {"_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2", "unique_dim",
@@ -145,8 +146,12 @@ def _tensors(tree: Any) -> list[Tensor]:
 def counted() -> Iterator[Counts]:
     """Count what the package does inside the block."""
     counter = _Counter()
-    with _Functions(counter), _Operations(counter):
-        yield counter.counts
+    narrowing, binomial.NARROWING = binomial.NARROWING, ()  # as on a device that is not the host
+    try:
+        with _Functions(counter), _Operations(counter):
+            yield counter.counts
+    finally:
+        binomial.NARROWING = narrowing
 
 
 def model(layers: int, attention: str) -> LlamaForCausalLM:
@@ -158,44 +163,48 @@ def model(layers: int, attention: str) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def prefilled(
-    llama: LlamaForCausalLM, press: ProbabilisticPress, tokens: int, batch: int, padded: int
-) -> tuple[DynamicCache, Tensor]:
-    """A compressed cache of random tokens and its mask."""
+def inputs(tokens: int, batch: int, padded: int) -> dict[str, Tensor]:
+    """Random tokens and their mask, on the device."""
     ids = torch.randint(0, 128, (batch, tokens), generator=torch.Generator().manual_seed(0))
     mask = torch.ones(batch, tokens, dtype=torch.long)
     mask[0, :padded] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def compressed(llama: LlamaForCausalLM, press: ProbabilisticPress, given: dict[str, Tensor]) -> DynamicCache:
+    """The compressed cache of a prefill."""
     cache = DynamicCache()
     with press(llama):
-        llama(ids, past_key_values=cache, attention_mask=mask, logits_to_keep=1)
-    return cache, mask
+        llama(**given, past_key_values=cache, logits_to_keep=1)
+    return cache
 
 
 def decoding(layers: int, attention: str, batch: int, padded: int) -> Counts:
     """One token after another has made room."""
     llama = model(layers, attention)
-    cache, mask = prefilled(llama, ProbabilisticPress(MinVariancePress(), 0.5, seed=0), 64, batch, padded)
-    for step in range(2):
-        mask = torch.nn.functional.pad(mask, (0, 1), value=1)
-        inputs = {"input_ids": torch.ones(batch, 1, dtype=torch.long), "past_key_values": cache, "attention_mask": mask}
-        if step == 0:
-            llama(**inputs)
+    given = inputs(64, batch, padded)
+    cache, mask = compressed(llama, PRESSES["all rows"](), given), given["attention_mask"]
+    token = torch.ones(batch, 1, dtype=torch.long)
+    mask, later = (torch.nn.functional.pad(mask, (0, more), value=1) for more in (1, 2))
+    llama(input_ids=token, past_key_values=cache, attention_mask=mask)
     with counted() as counts:
-        llama(**inputs)
+        llama(input_ids=token, past_key_values=cache, attention_mask=later)
     return counts
 
 
-def prefill(layers: int, press: Callable[[], ProbabilisticPress], tokens: int = 300) -> Counts:
-    llama, made = model(layers, "sdpa"), press()
+def prefill(
+    layers: int, press: Callable[[], ProbabilisticPress], tokens: int = 300, batch: int = 1, padded: int = 0
+) -> Counts:
+    llama, made, given = model(layers, "sdpa"), press(), inputs(tokens, batch, padded)
     with counted() as counts:
-        prefilled(llama, made, tokens, 1, 0)
+        compressed(llama, made, given)
     return counts
 
 
 def reordering(layers: int) -> Counts:
     """Beams change places."""
     llama = model(layers, "sdpa")
-    cache, _ = prefilled(llama, ProbabilisticPress(MinVariancePress(), 0.5, seed=0), 64, 2, 0)
+    cache = compressed(llama, PRESSES["all rows"](), inputs(64, 2, 0))
     beams = torch.tensor([1, 1])
     with counted() as counts:
         cache.reorder_cache(beams)
@@ -238,6 +247,9 @@ def measure(layers: int = 4) -> list[dict[str, Any]]:
         counts = [prefill(n, press) for n in (layers, 2 * layers)]
         add(f"during a prefill: {name}", *counts, "running")
         add(f"after a prefill: {name}", *counts, "after the prefill")
+    counts = [prefill(n, PRESSES["all rows"], batch=2, padded=7) for n in (layers, 2 * layers)]
+    add("during a prefill: padded batch", *counts, "running")
+    add("after a prefill: padded batch", *counts, "after the prefill")
     add("re-ordering beams", *(reordering(n) for n in (layers, 2 * layers)), "running")
     return rows
 

@@ -18,6 +18,7 @@ def compress_layer(
     log_w: Tensor,
     padding: list[int],
     resampling: ResamplingSettings | None = None,
+    lengths: list[int] | None = None,
 ) -> None:
     """Replace a dense layer by its kept entries; the dense tensors are released before the next layer is packed.
 
@@ -32,10 +33,12 @@ def compress_layer(
         Left padding of each batch row.
     resampling : ResamplingSettings, optional
         Budget for decoding.
+    lengths : list of int, optional
+        ``kept.sum(-1)``, batch rows outermost, where the host knows it already.
     """
     dense = cache.layers[layer_idx]
     keys, values = one_dtype(cast(Tensor, dense.keys), cast(Tensor, dense.values))
-    store = RaggedKV.pack(keys, values, kept, log_w)
+    store = RaggedKV.pack(keys, values, kept, log_w, lengths=lengths)
     cache.layers[layer_idx] = RaggedLayer(store, keys.shape[2], padding, resampling, reads_of(cache))
     dense.keys = dense.values = None
 

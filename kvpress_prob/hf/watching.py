@@ -100,6 +100,7 @@ class _Running:
     valid: Tensor
     next_position: Tensor
     input_ids: Tensor | None
+    padded: bool
     cache: Cache | None = None
     layers: list[int] = field(default_factory=list)
     attended: "_Attended | None" = None
@@ -227,7 +228,7 @@ class _Session:
             ids = called
         valid = token_validity(given.get("attention_mask"), inputs)
         next_position = position_after(given.get("position_ids"), inputs)
-        running = _Running(self.start(), valid, next_position, ids)
+        running = _Running(self.start(), valid, next_position, ids, padded=not valid.all())
         if isinstance(running.watcher, PrefillChecker):
             running.watcher.begin(Upcoming(self.model, self.decoder, valid, next_position, ids))
         with _LOCK:
@@ -277,7 +278,7 @@ class _Session:
             {
                 **kwargs,
                 "attention_inputs": replace(attended.inputs, query=query),
-                **({} if running.valid.all() else {"valid": running.valid.to(keys.device)}),
+                **({"valid": running.valid.to(keys.device)} if running.padded else {}),
             },
         )
         # kvpress' scorers may ask for positions to come, on an embedding that keeps what it has seen.

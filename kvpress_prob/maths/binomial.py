@@ -35,6 +35,8 @@ INVERSION_STEPS = 64
 ATTEMPTS = 32
 """At least seven of ten attempts are accepted, so with probability below 1e-16 none is; then the mode is taken."""
 
+NARROWING = ("cpu",)
+"""Devices on which elements leave the computation when they are done: where to look costs nothing."""
 CPU_CHUNK = 2**16
 """Elements that the CPU works on at a time, few enough for its cache."""
 
@@ -68,7 +70,7 @@ def binomial(
     mirrored = probability.flatten() > 0.5
     p = torch.where(mirrored, 1 - probability.flatten(), probability.flatten())
     large = count * p >= SMALL_MEAN
-    if count.device.type == "cpu":
+    if count.device.type in NARROWING:
         drawn = torch.zeros_like(count)
         for method, chosen in ((_by_inversion, ~large & (count > 0) & (p > 0)), (_by_rejection, large)):
             for place in chosen.nonzero().squeeze(-1).split(CPU_CHUNK):

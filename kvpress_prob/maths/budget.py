@@ -6,9 +6,9 @@ problem)::
     E[J(m)] = sum_i 1 - (1 - pi_i)^m = sum_i -expm1(m log1p(-pi_i))
 
 a systematic sample keeps entry ``i`` with probability ``q_i = min(1, lambda a_i)``, and the union of several samples
-with ``1 - prod_k (1 - q_ki)``. All expectations increase in
-their one unknown, so each is solved by bisection. Heads that share one unknown form a *group*: all heads
-of a model (``allocation="global"``, Algorithm 2 of the paper), the heads of a layer, or a single head.
+with ``1 - prod_k (1 - q_ki)``. All expectations increase in their one unknown, so each is solved by bisection
+(``solve``). Heads that share one unknown form a *group*: all heads of a model (``allocation="global"``, Algorithm 2 of
+the paper), the heads of a layer, or a single head.
 """
 
 from collections.abc import Sequence
@@ -17,28 +17,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from kvpress_prob.maths.groups import group_logsumexp, group_sum
+from kvpress_prob.maths.solve import bisect, solve_scale
+
 MAX_DRAWS = 10**15
 """Largest number of draws that is searched; integers up to here are exact in float64."""
-BISECTIONS = 50
-"""Halvings of an interval of logarithms: one of ten thousand ends below 1e-11."""
-
-
-def group_sum(per_head: Float[Tensor, " h"], group: Int[Tensor, " h"], groups: int) -> Float[Tensor, " g"]:
-    """Sum a quantity of each head over the heads of a group."""
-    return torch.zeros(groups, dtype=per_head.dtype, device=per_head.device).index_add_(0, group, per_head)
-
-
-def group_max(per_head: Float[Tensor, " h"], group: Int[Tensor, " h"], groups: int) -> Float[Tensor, " g"]:
-    """Largest finite quantity of the heads of a group; 0 where there is none."""
-    largest = torch.full((groups,), -torch.inf, dtype=per_head.dtype, device=per_head.device)
-    largest = largest.scatter_reduce(0, group, per_head, "amax")
-    return torch.where(largest > -torch.inf, largest, 0)
-
-
-def group_logsumexp(per_head: Float[Tensor, " h"], group: Int[Tensor, " h"], groups: int) -> Float[Tensor, " g"]:
-    """Logarithm of the sum of a quantity over the heads of a group, given the logarithms of each head's."""
-    shift = group_max(per_head, group, groups)
-    return group_sum((per_head - shift[group]).exp(), group, groups).log() + shift
 
 
 def expected_distinct(pi: Float[Tensor, "h t"], draws: Float[Tensor, " h"]) -> Float[Tensor, " h"]:
@@ -84,15 +67,9 @@ def solve_draws(
         return group_sum(-torch.expm1(draws(m).unsqueeze(-1) * log_miss).sum(-1), group, groups)
 
     low = torch.ones(groups, dtype=torch.int64, device=pi.device)
-    high = low
-    while (below := (total(high) < target) & (high < MAX_DRAWS)).any():
-        low, high = torch.where(below, high, low), torch.where(below, (high * 2).clamp(max=MAX_DRAWS), high)
-    while (high - low > 1).any():
-        middle = (low + high) // 2
-        below = total(middle) < target
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    low, high = bisect(total, target, low, torch.full_like(low, MAX_DRAWS), MAX_DRAWS.bit_length())
     closest = torch.where((total(low) - target).abs() <= (total(high) - target).abs(), low, high)
-    return draws(closest).long()
+    return draws(torch.where(total(torch.full_like(low, MAX_DRAWS)) < target, MAX_DRAWS, closest)).long()
 
 
 def solve_inclusion(
@@ -134,31 +111,16 @@ def solve_log_inclusion(
         ``log q_i``, float64. The sum of ``q`` over a group equals its target to 1e-9 relative, unless ``at_least`` or
         the support forbid it.
     """
-    groups = len(target)
     support = log_weights > -torch.inf
     of_head = torch.logsumexp(log_weights, -1)
     floor = torch.where(of_head > -torch.inf, at_least.log() - of_head, -torch.inf)
-
-    def inclusion(log_scale: Tensor) -> Tensor:
-        return (torch.maximum(log_scale[group], floor).unsqueeze(-1) + log_weights).clamp_(max=0)
-
-    def total(log_scale: Tensor) -> Tensor:
-        return group_sum(inclusion(log_scale).exp_().sum(-1), group, groups)
-
-    # Bisection on log lambda: from where no group reaches a thousandth of an entry to where the smallest weight
-    # saturates.
-    smallest = torch.full((groups,), torch.inf, dtype=torch.float64, device=log_weights.device)
-    smallest = smallest.scatter_reduce(0, group, torch.where(support, log_weights, torch.inf).amin(-1), "amin")
-    sums = group_logsumexp(of_head, group, groups)
+    sums = group_logsumexp(of_head, group, len(target))
+    # From where no group reaches a thousandth of an entry on.
     low = torch.where(sums.isfinite(), -sums, 0) - 7
-    high = torch.where(smallest.isfinite(), -smallest, 0).maximum(low) + 1e-9
-    reachable = (target > 0) & (total(low) < target)
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        below = total(middle) < target
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    log_q = inclusion(torch.where(reachable, high, -torch.inf))
-    whole = (target >= group_sum(support.sum(-1).double(), group, groups))[group].unsqueeze(-1) & support
+    log_scale, reachable = solve_scale([log_weights], group, target, at_least, low)
+    log_scale = torch.where((target > 0) & reachable, log_scale, -torch.inf)
+    log_q = (torch.maximum(log_scale[group], floor).unsqueeze(-1) + log_weights).clamp_(max=0)
+    whole = (target >= group_sum(support.sum(-1).double(), group, len(target)))[group].unsqueeze(-1) & support
     return torch.where(whole, 0, log_q)
 
 
@@ -190,33 +152,11 @@ def union_inclusion(
     Float[Tensor, "h t"]
         float64.
     """
-    groups = len(target)
-
-    def union(log_c: Tensor) -> Tensor:
-        missed = torch.ones_like(parts[0])
-        for log_q in parts:
-            missed = missed * -torch.expm1((log_c[group].unsqueeze(-1) + log_q).clamp(max=0))
-        q = 1 - missed
-        total = q.sum(-1)
-        return q * torch.where((total > 0) & (total < at_least), at_least / total, 1).unsqueeze(-1)
-
-    def total(log_c: Tensor) -> Tensor:
-        """The sum of ``union``, in place and to rounding: this is most of what a draw takes."""
-        missed = torch.ones_like(parts[0])
-        for log_q in parts:
-            missed.addcmul_(missed, (log_c[group].unsqueeze(-1) + log_q).clamp_(max=0).exp_(), value=-1)
-        of_head = missed.neg_().add_(1).sum(-1)
-        raised = torch.where((of_head > 0) & (of_head < at_least), at_least, of_head)
-        return group_sum(raised, group, groups)
-
-    # Bisection on log c, up to where the smallest probability saturates.
-    smallest = torch.full((groups,), torch.inf, dtype=torch.float64, device=group.device)
+    low = torch.full_like(target, -7.0)
+    log_c = solve_scale(parts, group, target, at_least, low)[0][group].unsqueeze(-1)
+    missed = torch.ones_like(parts[0])
     for log_q in parts:
-        smallest = smallest.scatter_reduce(0, group, torch.where(log_q > -torch.inf, log_q, torch.inf).amin(-1), "amin")
-    low = torch.full_like(smallest, -7.0)
-    high = torch.where(smallest.isfinite(), -smallest, 0)
-    for _ in range(BISECTIONS):
-        middle = (low + high) / 2
-        below = total(middle) < target
-        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
-    return union(high)
+        missed.mul_(-torch.expm1((log_c + log_q).clamp_(max=0)))
+    q = missed.neg_().add_(1)
+    total = q.sum(-1)
+    return q * torch.where((total > 0) & (total < at_least), at_least / total, 1).unsqueeze(-1)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from kvpress_prob.maths import budget, importance, sampling
 from kvpress_prob.maths.arguments import check_choice, check_fraction, check_positive, is_number
+from kvpress_prob.maths.groups import group_logsumexp, group_max, group_sum
 from kvpress_prob.maths.importance import Correction
 from kvpress_prob.maths.proposals import log_normalise
 
@@ -167,7 +168,7 @@ def draw(
     groups = int(group.max()) + 1
     t = take_all.shape[1]
     protected = take_all.sum(-1).double()
-    budgets = budget.group_sum(keep_fraction * t - protected, group, groups).clamp(min=0)
+    budgets = group_sum(keep_fraction * t - protected, group, groups).clamp(min=0)
     proposals = [proposal for proposal in proposals if proposal.share]
     shares, parts = [it.share for it in proposals], [it.log_weights for it in proposals]
     uniform = proposals[0].budget_weighting == "uniform"
@@ -181,7 +182,7 @@ def draw(
     counts = draws = whole = None
     if settings.sampler == "multinomial":
         of_head = drawable.any(-1).double().log() if uniform else parts[0].logsumexp(-1)
-        share = (of_head - budget.group_max(of_head, group, groups)[group]).exp()
+        share = (of_head - group_max(of_head, group, groups)[group]).exp()
         counts, draws, whole = _multinomial(pi, share, drawable, group, budgets, at_least, stream)
         probability = torch.where(whole, 1, budget.keep_probability(pi, draws.double()))
         sampled = counts > 0
@@ -220,7 +221,7 @@ def _inclusion(
 
 def _log_amounts(log_weights: Tensor, group: Tensor, groups: int) -> Tensor:
     """Logarithms of weights that sum to 1 over a group."""
-    total = budget.group_logsumexp(log_weights.logsumexp(-1), group, groups)
+    total = group_logsumexp(log_weights.logsumexp(-1), group, groups)
     return log_weights - torch.where(total > -torch.inf, total, 0)[group].unsqueeze(-1)
 
 
@@ -255,6 +256,6 @@ def _multinomial(
     draws = budget.solve_draws(pi, share / share.mean(), group, budgets)
     draws = torch.where(support.any(-1) & ((budgets > 0)[group] | (at_least > 0)), draws, 0)
     counts = sampling.multinomial_counts(pi, draws, stream)
-    entries = budget.group_sum(support.sum(-1).double(), group, len(budgets))
+    entries = group_sum(support.sum(-1).double(), group, len(budgets))
     whole = (budgets >= entries)[group].unsqueeze(-1) & support
     return torch.where(whole, counts.clamp(min=1), counts), draws, whole

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvpress_prob.maths.budget import MAX_DRAWS, group_sum
+from kvpress_prob.maths.budget import MAX_DRAWS
 from kvpress_prob.maths.draw import Draw, Proposal
+from kvpress_prob.maths.groups import group_sum
 
 
 def budget_figures(proposals: Sequence[Proposal], take_all: Tensor, result: Draw) -> Tensor:

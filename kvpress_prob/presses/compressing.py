@@ -78,8 +78,8 @@ def compress(
             settings.allocation, torch.arange(len(gathered.take_all), device="cpu").repeat_interleave(kv_heads)
         )
         _warn(figures, groups, lengths, ratios)
-        _pack_layers(prefill, gathered.take_all, rows, lengths, resampling)
         kept = _by_layer([row.kept.sum(-1) for row in rows], kv_heads)
+        _pack_layers(prefill, gathered.take_all, rows, kept, lengths, resampling)
         effective = _by_layer([effective_sample_size(row.log_w, row.kept) for row in rows], kv_heads)
         sizes = [row.draws for row in rows if row.draws is not None]
         draws = _by_layer(sizes, kv_heads) if sizes else None
@@ -156,10 +156,12 @@ def _pack_layers(
     prefill: Prefill,
     take_all: list[Tensor],
     rows: list[Draw],
+    sizes: Tensor,
     lengths: list[int],
     resampling: dict[int, ResamplingSettings | None],
 ) -> None:
-    """Pack layer after layer, so that at most one layer is held twice."""
+    """Pack layer after layer, so that at most one layer is held twice. ``sizes`` [layers b hkv] on the CPU are the
+    numbers of kept entries."""
     padding = [prefill.valid.shape[1] - length for length in lengths]
     for index, layer in enumerate(prefill.layers):
         shape, device = take_all[index].shape, take_all[index].device
@@ -169,7 +171,8 @@ def _pack_layers(
         for row, (pad, result) in enumerate(zip(padding, rows, strict=True)):
             kept[row, :, pad:] = result.kept[heads]
             log_w[row, :, pad:] = result.log_w[heads]
-        compress_layer(prefill.cache, layer, kept, log_w, padding, resampling[layer])
+        stored = sizes[index].flatten().tolist()
+        compress_layer(prefill.cache, layer, kept, log_w, padding, resampling[layer], stored)
 
 
 def _pack_everything(prefill: Prefill, lengths: list[int], resampling: dict[int, ResamplingSettings | None]) -> None:
@@ -179,7 +182,8 @@ def _pack_everything(prefill: Prefill, lengths: list[int], resampling: dict[int,
         keys = cast(Tensor, prefill.cache.layers[layer].keys)
         kept = prefill.valid.to(keys.device).unsqueeze(1).expand(keys.shape[:3])
         log_w = torch.zeros(keys.shape[:3], dtype=torch.float32, device=keys.device)
-        compress_layer(prefill.cache, layer, kept, log_w, padding, resampling[layer])
+        stored = [length for length in lengths for _ in range(keys.shape[1])]
+        compress_layer(prefill.cache, layer, kept, log_w, padding, resampling[layer], stored)
 
 
 def _by_layer(per_row: list[Tensor], kv_heads: int) -> Tensor:

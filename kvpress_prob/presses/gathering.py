@@ -86,6 +86,7 @@ class Gathering:
         self.n_sink, self.n_recent = n_sink, n_recent
         self.measure_dropped_mass = measure_dropped_mass
         self.attention: list[Tensor] = []
+        self.padding: list[int] | None = None  # of every batch row, the same in every layer
         # Scores of every layer, by component; empty for one that needs the finished prefill.
         self.scores: list[list[LayerScores]] = [[] for _ in components]
 
@@ -103,11 +104,12 @@ class Gathering:
         """Score one layer."""
         if self.measure_dropped_mass:
             self.attention.append(newest_attention(layer))
-        padding = [0] * len(layer.keys) if layer.valid is None else (~layer.valid).sum(-1).tolist()
+        if self.padding is None:
+            self.padding = [0] * len(layer.keys) if layer.valid is None else (~layer.valid).sum(-1).tolist()
         for component, scores in zip(self.components, self.scores, strict=True):
             if not _needs_pass(component.press):
                 component.press.compression_ratio = self.compression_ratio
-                scores.append(score_layer(component, layer, padding))
+                scores.append(score_layer(component, layer, self.padding))
 
     def complete(self, prefill: Prefill) -> Gathered:
         """Score what needs the finished prefill, and turn scores into log-weights.

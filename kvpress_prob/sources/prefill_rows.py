@@ -1,8 +1,10 @@
 """The prefill's own query rows: they are there already and cost no pass of the model."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from kvpress_prob.hf import LayerPrefill
 from kvpress_prob.maths.arguments import check_integer
@@ -40,16 +42,11 @@ class PrefillRows:
         decoding."""
         inputs, keys = layer.inputs, layer.keys
         b, t, n = keys.shape[0], keys.shape[2], inputs.query.shape[2]
-        seen = torch.ones(b, t, dtype=torch.bool, device=keys.device) if layer.valid is None else layer.valid
-        seen = seen[:, t - n :]
-        if self.window is not None:
-            seen = seen & (torch.arange(n, 0, -1, device=keys.device) <= self.window)
-        weights = row_prior(self.prior, seen)
-        if self.max_rows is not None and self.max_rows < n:
-            rows, weights = sample_rows(weights, self.max_rows)
+        if layer.valid is None:
+            rows, weights = _chosen(self, n, keys.device)
+            weights = weights.expand(b, -1)
         else:
-            rows = weights.any(0).nonzero().squeeze(-1)
-            weights = weights[:, rows]
+            rows, weights = self._choose(layer.valid[:, t - n :])
         bias = layer.column_bias
         return QueryRows(
             query=inputs.query if len(rows) == n else inputs.query[:, :, rows],
@@ -63,3 +60,22 @@ class PrefillRows:
             valid=layer.valid,
             column_bias=None if bias is None else bias.unsqueeze(1).expand(-1, inputs.query.shape[1], -1),
         )
+
+    def _choose(self, seen: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows [r] and their weights [b r] of the rows that count, ``seen`` [b n]. Asks the device for their number."""
+        n = seen.shape[1]
+        if self.window is not None:
+            seen = seen & (torch.arange(n, 0, -1, device=seen.device) <= self.window)
+        weights = row_prior(self.prior, seen)
+        if self.max_rows is not None and self.max_rows < n:
+            return sample_rows(weights, self.max_rows)
+        rows = weights.any(0).nonzero().squeeze(-1)
+        return rows, weights[:, rows]
+
+
+@lru_cache(maxsize=16)
+def _chosen(source: PrefillRows, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows [r] and their weights [1 r] where nothing is padding: chosen on the host, once for all layers."""
+    with torch.inference_mode(False):
+        rows, weights = source._choose(torch.ones(1, n, dtype=torch.bool, device="cpu"))
+        return rows.to(device), weights.to(device)
