@@ -220,7 +220,7 @@ PRESSES: dict[str, Callable[[], ProbabilisticPress]] = {
 }
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def measure(layers: int = 4) -> list[dict[str, Any]]:
     """Rows of the table. Figures *a layer* are the difference that ``layers`` further layers make."""
     rows = []

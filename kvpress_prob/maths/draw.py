@@ -131,11 +131,11 @@ class Draw:
 
 
 def groups_of(allocation: Allocation, layer: Int[Tensor, " h"]) -> Int[Tensor, " h"]:
-    """Budget group of every head: one for all, one per layer, or one per head."""
+    """Budget group of every head: one for all, one per layer, or one per head. ``layer`` counts from 0."""
     if allocation == "global":
         return torch.zeros_like(layer)
     if allocation == "layer":
-        return layer.unique(return_inverse=True)[1]
+        return layer
     return torch.arange(len(layer), device=layer.device)
 
 
@@ -147,6 +147,7 @@ def draw(
     keep_fraction: float,
     settings: DrawSettings,
     stream: Int64[Tensor, " h"],
+    groups: int | None = None,
 ) -> Draw:
     """Draw the kept entries of every head and their log-weights.
 
@@ -164,8 +165,10 @@ def draw(
     stream : Int64[Tensor, "h"]
         One stream of random numbers a head (``random.streams``): a head's draw follows from its budget and its stream
         alone, whatever other heads or batch rows are drawn beside it.
+    groups : int, optional
+        Number of groups; None asks the device.
     """
-    groups = int(group.max()) + 1
+    groups = int(group.max()) + 1 if groups is None else groups
     t = take_all.shape[1]
     protected = take_all.sum(-1).double()
     budgets = group_sum(keep_fraction * t - protected, group, groups).clamp(min=0)

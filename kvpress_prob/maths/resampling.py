@@ -66,5 +66,6 @@ def resample(
         keep_fraction=keep / weights.shape[1],
         settings=replace(settings, max_weight=math.inf),
         stream=stream,
+        groups=1,
     )
     return result.kept, torch.where(result.kept, log_w + result.log_w, 0)

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvpress_prob.maths.budget import MAX_DRAWS
 from kvpress_prob.maths.draw import Draw, Proposal
-from kvpress_prob.maths.groups import group_sum
 
 
 def budget_figures(proposals: Sequence[Proposal], take_all: Tensor, result: Draw) -> Tensor:
@@ -42,13 +42,13 @@ def budget_warning(figures: Tensor, group: Tensor, entries: int, compression_rat
     compression_ratio : float
         What was asked for.
     """
-    groups = int(group.max()) + 1
-    kept, protected, possible = (group_sum(it.double(), group, groups) for it in figures[:3])
-    heads = group_sum(torch.ones(len(group), dtype=torch.float64, device=group.device), group, groups)
+    of_group = group.numpy()
+    kept, protected, possible = (np.bincount(of_group, weights=it) for it in figures[:3].numpy())
+    heads = np.bincount(of_group)
     wanted = (1 - compression_ratio) * entries * heads
     achieved = 1 - float(kept.sum()) / (entries * len(group))
     result = f"the compression ratio is {achieved:.3f} instead of {compression_ratio:.3f}"
-    if (over := protected > torch.maximum(wanted, heads) + 0.5).any():
+    if (over := protected > np.maximum(wanted, heads) + 0.5).any():
         return (
             f"protected entries alone exceed the budget, {int(protected[over].sum())} against "
             f"{float(wanted[over].sum()):.0f}: {result}. Protect fewer (the scorer's window or sinks, n_sink, n_recent)"
@@ -58,7 +58,7 @@ def budget_warning(figures: Tensor, group: Tensor, entries: int, compression_rat
             f"fewer entries than the budget have a score above 0, {int(possible[under].sum())} against "
             f"{float(wanted[under].sum()):.0f}: {result}. uniform_mix > 0 gives every entry a probability"
         )
-    if (figures[3] >= MAX_DRAWS // 2).any() and (kept < wanted - heads).any():
+    if (figures[3].numpy() >= MAX_DRAWS // 2).any() and (kept < wanted - heads).any():
         return (
             f"{MAX_DRAWS:.0e} draws from so sharp a proposal find fewer entries than the budget: {result}. "
             "Raise the proposal temperature, or use sampler='systematic'"

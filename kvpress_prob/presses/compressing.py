@@ -140,6 +140,7 @@ def _draw(
         keep_fraction=keep_fraction,
         settings=settings,
         stream=streams(seed, layer, head, 0),
+        groups={"global": 1, "layer": layers, "head": len(take_all)}[settings.allocation],
     )
 
 
