@@ -152,7 +152,7 @@ def union_inclusion(
     Float[Tensor, "h t"]
         float64.
     """
-    low = torch.full_like(target, -7.0)
+    low = torch.full_like(target, -7.0, dtype=torch.float64)
     log_c = solve_scale(parts, group, target, at_least, low)[0][group].unsqueeze(-1)
     missed = torch.ones_like(parts[0])
     for log_q in parts:

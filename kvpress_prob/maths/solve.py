@@ -93,7 +93,7 @@ def solve_scale(
         return group_sum(torch.where(has_entries, of_head.maximum(at_least), 0), group, groups)
 
     has_entries = ascending[:, 0] < torch.inf
-    lowest = torch.full_like(target, torch.inf)
+    lowest = torch.full_like(low, torch.inf)
     smallest = torch.where(largest > -torch.inf, largest, torch.inf).amin(-1)
     lowest = lowest.scatter_reduce(0, group, smallest, "amin")
     high = torch.where(lowest.isfinite(), -lowest, 0).maximum(low) + 1e-9
