@@ -103,7 +103,7 @@ class _Functions(TorchFunctionMode):
             result = result.clone()
             self.counter.on_host[result] = True
         elif not tensors:
-            self.counter.made(result, tensors, host=kwargs.get("device") is None)
+            self.counter.made(result, tensors, host=kwargs.get("device") in (None, "cpu"))
         return result
 
 
