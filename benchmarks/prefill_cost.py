@@ -19,16 +19,19 @@ from transformers import DynamicCache, PreTrainedModel
 from benchmarks.running import interleaved, load, medians, options, read_texts, show, token_ids, write
 from kvpress_prob import (
     AttentionPress,
+    Component,
     ExpectedQueries,
     MinVariancePress,
     PhysicalPress,
     ProbabilisticPress,
     Reconstruction,
+    SurrogatePress,
     make_press,
 )
 from kvpress_prob.hf import cache_bytes
 
 DENSE = "dense"
+NO_ROWS = "surrogate alone"
 FRACTIONS = (1.0, 0.5, 0.25)
 """Parts of the context that are repeated."""
 
@@ -49,6 +52,21 @@ def reconstruction(fraction: float) -> ProbabilisticPress:
     return ProbabilisticPress(AttentionPress(source=source, statistic="max"), budget_weighting="score")
 
 
+def no_rows() -> ProbabilisticPress:
+    """A surrogate's two outputs and no attention statistic."""
+    reading = SurrogatePress(output="reading", recency=1.0)
+    return ProbabilisticPress([Component(SurrogatePress(), 0.5, budget_weighting="score"), Component(reading)])
+
+
+def scorers() -> dict[str, ProbabilisticPress]:
+    return {
+        "exact": ProbabilisticPress(MinVariancePress()),
+        "max_rows=256": ProbabilisticPress(MinVariancePress(max_rows=256)),
+        "expected": ProbabilisticPress(AttentionPress(source=ExpectedQueries(), factor="norm")),
+        **{f"reconstruction {part:g}": reconstruction(part) for part in FRACTIONS},
+    }
+
+
 @torch.inference_mode()
 def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A row a press; the dense prefill first."""
@@ -56,11 +74,8 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     name, ids = next(iter(token_ids(tokenizer, read_texts(arguments.text), arguments.tokens).items()))
     presses: dict[str, ProbabilisticPress | PhysicalPress | None] = {
         DENSE: None,
-        "exact": ProbabilisticPress(MinVariancePress()),
-        "max_rows=256": ProbabilisticPress(MinVariancePress(max_rows=256)),
-        "expected": ProbabilisticPress(AttentionPress(source=ExpectedQueries(), factor="norm")),
-        **{f"reconstruction {part:g}": reconstruction(part) for part in FRACTIONS},
-        **{press: make_press(press) for press in arguments.press},
+        **({} if arguments.only else scorers()),
+        **{press: no_rows() if press == NO_ROWS else make_press(press) for press in arguments.press},
     }
     for press in presses.values():
         if press is not None:
@@ -86,7 +101,9 @@ def measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> None:
     parser = options("prefill_cost", __doc__)
     parser.add_argument("--ratio", type=float, default=0.5)
-    parser.add_argument("--press", nargs="*", default=["prob_best"], help="names of the registry (default: prob_best)")
+    known = f"names of the registry, or '{NO_ROWS}': no attention statistic (default: prob_best)"
+    parser.add_argument("--press", nargs="*", default=["prob_best"], help=known)
+    parser.add_argument("--only", action="store_true", help="the dense prefill and --press only")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args(argv)
     rows = measure(arguments)
