@@ -296,10 +296,11 @@ class CompressedCacheMachine(RuleBasedStateMachine):
         room = next(layer.store.room for layer in self.cache.layers if isinstance(layer, RaggedLayer))
         self.forward(max(room + more, 1), [0] * self.batch, False)
 
-    @rule()
-    def copy(self):
+    @rule(inference=st.booleans())
+    def copy(self, inference):
         """Two copies live the same life, one of them while the original goes on."""
-        first, second = copy.deepcopy(self.cache), copy.deepcopy(self.cache)
+        with torch.inference_mode(inference):
+            first, second = copy.deepcopy(self.cache), copy.deepcopy(self.cache)
         mask = torch.nn.functional.pad(self.mask, (0, 1), value=1)
         step = {"input_ids": tokens(1, batch=self.batch), "attention_mask": mask}
         again = {
@@ -313,9 +314,9 @@ class CompressedCacheMachine(RuleBasedStateMachine):
             self.model(**step, past_key_values=second)
             assert torch.equal(got, self.model(**again, past_key_values=second).logits)
 
-    @rule()
-    def save_and_load(self):
-        with tempfile.TemporaryDirectory() as folder:
+    @rule(inference=st.booleans())
+    def save_and_load(self, inference):
+        with tempfile.TemporaryDirectory() as folder, torch.inference_mode(inference):
             save_compressed(self.cache, f"{folder}/cache")
             self.cache = load_compressed(f"{folder}/cache")
 
@@ -323,6 +324,18 @@ class CompressedCacheMachine(RuleBasedStateMachine):
     def inference_mode(self, n):
         with torch.inference_mode():
             self.forward(n, [0] * self.batch, False)
+
+    @rule(n=st.integers(1, 5))
+    def autocast(self, n):
+        """Copies of both caches read a few tokens in bfloat16; they are compared as well as that allows."""
+        cache, full = copy.deepcopy(self.cache), copy.deepcopy(self.full)
+        ids, mask = tokens(n, batch=self.batch), torch.nn.functional.pad(self.mask, (0, n), value=1)
+        inputs = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)[:, -n:]}
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            got = self.model(ids, past_key_values=cache, **inputs).logits.float()
+            with oracle_attention(self.model, self.biases):
+                want = self.model(ids, past_key_values=full, **inputs).logits.float()
+        assert (got - want).abs().mean() < 0.05 * want.abs().max()
 
     @rule(shape=st.sampled_from(["too short", "one head", "flat", "another batch"]))
     def refused_scores(self, shape):
