@@ -55,7 +55,7 @@ SCORERS = (
 DTYPES = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float16, torch.bfloat16, torch.float64)
 BUDGETS = (
     CacheBudget(24, interval=4, queries=3, start="decoding"),
-    CacheBudget(70, interval=64, queries=2, start="decoding"),
+    CacheBudget(80, interval=64, queries=2, start="decoding"),
 )
 LARGEST_BATCH = 6
 
