@@ -44,18 +44,36 @@ FRONT = (ROOT / "README.md").read_text()
 
 
 def test_the_front_page_lists_every_press():
-    table = FRONT.split("## Which press")[1].split("Build your own")[0]
+    table = FRONT.split("## Which press")[1].split("Everything else that can be built")[0]
     assert set(re.findall(r"`(\w+)`", table)) >= set(PRESSES)
+    assert len(FRONT.splitlines()) < 150
 
 
-def test_the_front_pages_press_can_be_built_and_used():
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", FRONT, re.DOTALL) if "Component" in block)
+def code_of(text: str) -> str:
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    return code
+
+
+def test_the_front_pages_example_runs(capsys):
+    exec(code_of(FRONT), {})
+    answer, report = capsys.readouterr().out.split("\n", 1)
+    assert "7413" in answer
+    assert "achieved 0.80" in report
+
+
+def test_the_press_of_docs_choosing_can_be_built_and_used():
     scope = {}
-    exec(code, scope)
+    exec(code_of((ROOT / "docs" / "choosing.md").read_text()), scope)
     model, cache = tiny_llama(), DynamicCache()
     with scope["press"](model):
         model(tokens(400), past_key_values=cache)
     assert scope["press"].report.achieved_ratio == pytest.approx(0.7, abs=0.02)
+
+
+def test_the_table_of_rooms_is_true():
+    table = (ROOT / "docs" / "architecture.md").read_text().split("| --- | --- |")[1].split("\n\n")[0]
+    named = set(re.findall(r"`(\w+)/`", "".join(line.split("|")[1] for line in table.splitlines() if "|" in line)))
+    assert named == {it.parent.name for it in (ROOT / "kvpress_prob").glob("*/__init__.py")}
 
 
 def test_files_and_commands_of_the_front_page_exist():
