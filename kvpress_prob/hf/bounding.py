@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicLayer
 from kvpress_prob.hf.attention import RaggedKeys
 from kvpress_prob.hf.budget import CacheBudget, Progress
 from kvpress_prob.hf.cache import RaggedLayer
+from kvpress_prob.hf.claiming import claimed
 from kvpress_prob.hf.observing import AttentionInputs, observed
 from kvpress_prob.hf.packing import compress_layer
 from kvpress_prob.hf.pool import PoolSettings
@@ -28,7 +29,6 @@ from kvpress_prob.hf.prefill import LayerPrefill
 from kvpress_prob.hf.rotary import RotaryState, reachable_rotary
 from kvpress_prob.hf.splitting import pieces
 from kvpress_prob.hf.supported import check_cache, decoder_of
-from kvpress_prob.hf.watching import claimed
 
 
 class PassWatcher(Protocol):

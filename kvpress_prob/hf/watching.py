@@ -11,15 +11,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
-from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from kvpress_prob.hf.attention import SUPPORTED_ATTENTION
-from kvpress_prob.hf.enclosing import is_enclosed
-from kvpress_prob.hf.observing import AttentionInputs, configured_attention, observed
+from kvpress_prob.hf.claiming import claimed
+from kvpress_prob.hf.compiled import uncompiled
+from kvpress_prob.hf.observing import AttentionInputs, observed
 from kvpress_prob.hf.prefill import LayerPrefill, Prefill, PrefillChecker, PrefillWatcher, Upcoming
 from kvpress_prob.hf.rotary import RotaryState, reachable_rotary
 from kvpress_prob.hf.supported import check_cache, decoder_of, wrappers_of
@@ -29,8 +28,6 @@ from kvpress_prob.ops.precision import one_dtype
 Later = Callable[[int, int], None]
 
 _LOCK = threading.Lock()
-_OPEN: WeakSet[nn.Module] = WeakSet()
-"""Attention modules of the models inside a block."""
 
 
 @contextmanager
@@ -66,32 +63,6 @@ def watch_prefills(
             session.close()
 
 
-@contextmanager
-def claimed(decoder: Any) -> Iterator[None]:
-    """Let no other block watch the attention of a model for the length of this one.
-
-    Raises
-    ------
-    ValueError
-        If another does, or if the model attends with something else than sdpa or eager.
-    """
-    modules = [layer.self_attn for layer in decoder.layers]
-    with _LOCK:
-        if any(module in _OPEN for module in modules):
-            raise ValueError("model is already inside a `with press(model)` block of a probabilistic press")
-        if is_enclosed(decoder):
-            raise ValueError("model is already inside a `with press(model)` block that encloses its prefills")
-        base = configured_attention(modules[0])
-        if base not in SUPPORTED_ATTENTION:
-            raise ValueError(f"model must have attn_implementation in {SUPPORTED_ATTENTION}, got {base!r}")
-        _OPEN.update(modules)
-    try:
-        yield
-    finally:
-        with _LOCK:
-            _OPEN.difference_update(modules)
-
-
 @dataclass
 class _Running:
     """A prefill between its first and its last layer."""
@@ -113,29 +84,6 @@ class _Attended:
     module: nn.Module
     mask: Tensor | None
     inputs: AttentionInputs | None  # None for a sliding-window layer
-
-
-class _Eagerly:
-    """``torch.compile``'s stance while there are blocks."""
-
-    def __init__(self) -> None:
-        self.blocks = 0
-        self.stance: Any = None
-
-    def enter(self) -> None:
-        with _LOCK:
-            if not self.blocks:
-                self.stance = torch.compiler.set_stance("force_eager")
-            self.blocks += 1
-
-    def leave(self) -> None:
-        with _LOCK:
-            self.blocks -= 1
-            if not self.blocks:
-                self.stance.__exit__(None, None, None)
-
-
-_EAGERLY = _Eagerly()
 
 
 class _Session:
@@ -164,8 +112,7 @@ class _Session:
         """Put hooks and names on the model."""
         decoder, on_model = self.decoder, self.on_model
         # Compiled code does not look for hooks: for the length of the block all of it runs as it was written.
-        on_model.callback(_EAGERLY.leave)
-        _EAGERLY.enter()
+        on_model.enter_context(uncompiled())
         on_model.enter_context(self.rotary.kept())
         on_model.enter_context(reachable_rotary(decoder))
         for module in modules:
