@@ -38,7 +38,7 @@ def test_copies_leave_the_prefill_alone(shared, name):
     before = [(layer.keys.clone(), layer.values.clone()) for layer in shared.prefill.cache.layers]
     one = compressor(PressSpec(name).build(), shared)
     first = one.compress(0.5, 3)
-    one.compress(0.7, 4)
+    one.compress(0.55, 4)
     for layer, (keys, values) in zip(shared.prefill.cache.layers, before, strict=True):
         assert torch.equal(layer.keys, keys)
         assert torch.equal(layer.values, values)
@@ -79,7 +79,7 @@ def test_physical_copies_keep_what_is_not_hidden(pipe, shared, name):
         assert decode_single(pipe, done, shared.tokens, question, 12).text == want.text
         press, cache = make_press(name, ratio), DynamicCache()
         with torch.no_grad(), press(pipe.model):
-            pipe.model(tokens(120), past_key_values=cache)
+            pipe.model(tokens(160), past_key_values=cache)
         for layer, other in zip(cache.layers, done.cache.layers, strict=True):
             assert torch.equal(layer.store.length, other.store.length)
             assert torch.equal(layer.store.keys[: layer.store.length[0]], other.store.keys[: layer.store.length[0]])
