@@ -265,7 +265,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.table == "draws":
         table = table.pivot_table(index="lookup", columns="ratio", values="score", sort=False)
     show(options.table, table, 3)
-    options.text = None
+    options.text, options.folder = None, options.folder.name
     write(options.output, rows, options)
 
 
