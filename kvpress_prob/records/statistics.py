@@ -47,7 +47,7 @@ class Tables:
         Attention error; empty where it was not measured.
     costs : columns press, score_ms, compress_ms, decode_ms_per_token
     overview : dict
-        Counts of examples, presses and rows, and what the dense prefill and scoring cost against single runs.
+        Counts of examples, presses and rows, versions, seconds of decoding.
     """
 
     scores: pd.DataFrame
@@ -246,10 +246,7 @@ def _costs(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def _overview(frame: pd.DataFrame) -> dict[str, float | int | str | None]:
-    """Counts, seconds of decoding, and what prefill and scoring cost shared against what they would have cost
-    singly."""
-    once = frame.drop_duplicates(["context", "press", "ratio", "seed"])  # one of a context's questions
-    prefills = once.drop_duplicates("context")["prefill_ms"].sum()
+    """Counts, versions and seconds of decoding."""
     return {
         "examples": int(frame["example"].nunique()),
         "tasks": int(frame["task"].nunique()),
@@ -261,6 +258,4 @@ def _overview(frame: pd.DataFrame) -> dict[str, float | int | str | None]:
         "versions": "; ".join(frame["versions"].unique()),
         "git_commit": "; ".join(frame["git_commit"].dropna().unique()) or None,
         "decode_seconds": float((frame["batch_ms"] / frame["batch_rows"]).fillna(frame["decode_ms"]).sum()) / 1e3,
-        "shared_seconds": float(prefills + once["score_spent_ms"].sum()) / 1e3,
-        "single_seconds": float((once["prefill_ms"] + once["score_ms"]).sum()) / 1e3,
     }

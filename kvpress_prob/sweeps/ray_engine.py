@@ -4,9 +4,11 @@ Workers return records; the driver alone writes, unit by unit, as in one process
 another order. Needs the extra ``ray``. Data paths and models must be readable on the workers.
 """
 
+import io
+import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 
 import torch
@@ -93,15 +95,22 @@ def run_sweep_on_ray(
 def _cluster(address: str | None, workers: int) -> Iterator[None]:
     """Ray inside the block; what a worker raised is raised as it was, what killed one as ``SweepInterrupted``."""
     try:
-        ray.init(address=address, num_cpus=None if address else workers, include_dashboard=False, log_to_driver=False)
+        ray.init(
+            address=address, num_cpus=None if address else workers, include_dashboard=False, log_to_driver=False,
+            logging_level=logging.ERROR,
+        )  # fmt: skip
     except ConnectionError as error:
         raise ValueError(f"ray_address must be that of a running cluster, got {address!r}: {error}") from error
+    said = io.StringIO()  # a thread of Ray prints a page about every process that dies
     try:
-        yield
+        with redirect_stdout(said):
+            yield
     except RayTaskError as error:
         raise error.cause from error
     except RayError as error:
         reason = str(error).strip().partition("\n")[0]
-        raise SweepInterrupted(f"a Ray worker was lost ({reason}); the same command continues the sweep") from error
+        lost = SweepInterrupted(f"a Ray worker was lost ({reason}); the same command continues the sweep")
+        lost.add_note(said.getvalue())
+        raise lost from error
     finally:
         ray.shutdown()
