@@ -17,6 +17,8 @@ with extra("plots", "Drawing figures"):
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 SIZE = (5.2, 3.5)
+LONGEST_LABEL = 40
+"""Characters of a press' label that a legend shows."""
 Styles = dict[str, Style]
 
 
@@ -87,8 +89,9 @@ def with_legend(figure: Figure, styles: Styles) -> Figure:
     if entries:
         figure.set_size_inches(SIZE[0] + 2.2, SIZE[1])
         lines, names = zip(*entries, strict=True)
+        shown_names = [name if len(name) <= LONGEST_LABEL else f"{name[: LONGEST_LABEL - 1]}…" for name in names]
         legend = axes.legend(
-            lines, names, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8, handlelength=3
+            lines, shown_names, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8, handlelength=3
         )
         for text in legend.get_texts():
             text.set_parse_math(False)  # a label is text, dollars too
