@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 import torch
@@ -207,7 +207,7 @@ def reordering(layers: int) -> Counts:
     cache = compressed(llama, PRESSES["all rows"](), inputs(64, 2, 0))
     beams = torch.tensor([1, 1])
     with counted() as counts:
-        cache.reorder_cache(beams)
+        cache.reorder_cache(cast(Any, beams))
     return counts
 
 
@@ -225,7 +225,8 @@ def measure(layers: int = 4) -> list[dict[str, Any]]:
     """Rows of the table. Figures *a layer* are the difference that ``layers`` further layers make."""
     rows = []
 
-    def add(phase: str, few: Counts, many: Counts, at: str) -> None:
+    def add(phase: str, counts: list[Counts], at: str) -> None:
+        few, many = counts
         rows.append(
             {
                 "phase": phase,
@@ -242,15 +243,15 @@ def measure(layers: int = 4) -> list[dict[str, Any]]:
         ("padded batch, sdpa", ("sdpa", 2, 5)),
         ("padded batch, eager", ("eager", 2, 5)),
     ):
-        add(f"decode a token: {name}", *(decoding(n, *arguments) for n in (layers, 2 * layers)), "running")
+        add(f"decode a token: {name}", [decoding(n, *arguments) for n in (layers, 2 * layers)], "running")
     for name, press in PRESSES.items():
         counts = [prefill(n, press) for n in (layers, 2 * layers)]
-        add(f"during a prefill: {name}", *counts, "running")
-        add(f"after a prefill: {name}", *counts, "after the prefill")
+        add(f"during a prefill: {name}", counts, "running")
+        add(f"after a prefill: {name}", counts, "after the prefill")
     counts = [prefill(n, PRESSES["all rows"], batch=2, padded=7) for n in (layers, 2 * layers)]
-    add("during a prefill: padded batch", *counts, "running")
-    add("after a prefill: padded batch", *counts, "after the prefill")
-    add("re-ordering beams", *(reordering(n) for n in (layers, 2 * layers)), "running")
+    add("during a prefill: padded batch", counts, "running")
+    add("after a prefill: padded batch", counts, "after the prefill")
+    add("re-ordering beams", [reordering(n) for n in (layers, 2 * layers)], "running")
     return rows
 
 
