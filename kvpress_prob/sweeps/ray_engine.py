@@ -101,16 +101,17 @@ def _cluster(address: str | None, workers: int) -> Iterator[None]:
         )  # fmt: skip
     except ConnectionError as error:
         raise ValueError(f"ray_address must be that of a running cluster, got {address!r}: {error}") from error
-    said = io.StringIO()  # a thread of Ray prints a page about every process that dies
-    try:
-        with redirect_stdout(said):
+    said = io.StringIO()
+    # A thread of Ray prints a page about every process that dies, some of them late: until Ray is shut down.
+    with redirect_stdout(said):
+        try:
             yield
-    except RayTaskError as error:
-        raise error.cause from error
-    except RayError as error:
-        reason = str(error).strip().partition("\n")[0]
-        lost = SweepInterrupted(f"a Ray worker was lost ({reason}); the same command continues the sweep")
-        lost.add_note(said.getvalue())
-        raise lost from error
-    finally:
-        ray.shutdown()
+        except RayTaskError as error:
+            raise error.cause from error
+        except RayError as error:
+            reason = str(error).strip().partition("\n")[0]
+            lost = SweepInterrupted(f"a Ray worker was lost ({reason}); the same command continues the sweep")
+            lost.add_note(said.getvalue())
+            raise lost from error
+        finally:
+            ray.shutdown()
