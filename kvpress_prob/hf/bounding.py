@@ -22,7 +22,7 @@ from kvpress_prob.hf.attention import RaggedKeys
 from kvpress_prob.hf.budget import CacheBudget, Progress
 from kvpress_prob.hf.cache import RaggedLayer
 from kvpress_prob.hf.claiming import claimed
-from kvpress_prob.hf.observing import AttentionInputs, observed
+from kvpress_prob.hf.observing import Attended, AttentionInputs, observed
 from kvpress_prob.hf.packing import compress_layer
 from kvpress_prob.hf.pool import PoolSettings
 from kvpress_prob.hf.prefill import LayerPrefill
@@ -92,16 +92,7 @@ class _Pass:
     tokens: int
     layers: list[RaggedLayer] = field(default_factory=list)
     cache: Cache | None = None
-    attended: "_Attended | None" = None
-
-
-@dataclass(frozen=True)
-class _Attended:
-    """What the attention function got, between its call and its module's forward hook."""
-
-    module: nn.Module
-    mask: Tensor | None
-    inputs: AttentionInputs | None  # None for a sliding-window layer
+    attended: Attended | None = None
 
 
 class _Session:
@@ -166,7 +157,7 @@ class _Session:
         running = self.running
         if running is None:
             return
-        running.attended = _Attended(module, mask, inputs)
+        running.attended = Attended(module, mask, inputs)
         if isinstance(key, RaggedKeys):
             cast(RaggedLayer, key.layer).watched = True
 

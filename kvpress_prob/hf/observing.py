@@ -42,6 +42,15 @@ class AttentionInputs:
     softcap: float | None
 
 
+@dataclass(frozen=True)
+class Attended:
+    """What the attention function got, between its call and its module's forward hook."""
+
+    module: nn.Module
+    mask: Tensor | None
+    inputs: AttentionInputs | None  # None for a sliding-window layer
+
+
 class AttentionObserver(Protocol):
     """Sees the attention of the modules that it watches."""
 

@@ -18,7 +18,7 @@ from transformers import Cache, PreTrainedModel
 
 from kvpress_prob.hf.claiming import claimed
 from kvpress_prob.hf.compiled import uncompiled
-from kvpress_prob.hf.observing import AttentionInputs, observed
+from kvpress_prob.hf.observing import Attended, AttentionInputs, observed
 from kvpress_prob.hf.prefill import LayerPrefill, Prefill, PrefillChecker, PrefillWatcher, Upcoming
 from kvpress_prob.hf.rotary import RotaryState, reachable_rotary
 from kvpress_prob.hf.supported import check_cache, decoder_of, wrappers_of
@@ -74,16 +74,7 @@ class _Running:
     padded: bool
     cache: Cache | None = None
     layers: list[int] = field(default_factory=list)
-    attended: "_Attended | None" = None
-
-
-@dataclass(frozen=True)
-class _Attended:
-    """What the attention function got, between its call and its module's forward hook."""
-
-    module: nn.Module
-    mask: Tensor | None
-    inputs: AttentionInputs | None  # None for a sliding-window layer
+    attended: Attended | None = None
 
 
 class _Session:
@@ -188,7 +179,7 @@ class _Session:
         """Note what the attention function got, and let it attend."""
         running = self.running.get(threading.current_thread())
         if running is not None:
-            running.attended = _Attended(module, mask, inputs)
+            running.attended = Attended(module, mask, inputs)
 
     def after_attention(self, module: nn.Module, args: tuple, kwargs: dict, output: tuple) -> None:
         """Show a full-attention layer of a prefill to the watcher."""
