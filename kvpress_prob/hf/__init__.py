@@ -12,7 +12,7 @@ from kvpress_prob.hf.enclosing import (
 )
 from kvpress_prob.hf.observing import AttentionInputs, attention_inputs
 from kvpress_prob.hf.packing import cache_bytes, compress_layer
-from kvpress_prob.hf.passes import batch_row, next_logits, one_more, repeated, scratch_copy, second_pass
+from kvpress_prob.hf.passes import batch_row, continued, next_logits, one_more, repeated, second_pass
 from kvpress_prob.hf.pool import PoolSettings
 from kvpress_prob.hf.prefill import LayerPrefill, Prefill, Upcoming
 from kvpress_prob.hf.resampling import ResamplingSettings
@@ -36,6 +36,7 @@ __all__ = [
     "bound_passes",
     "cache_bytes",
     "compress_layer",
+    "continued",
     "decoder_of",
     "enclosed_prefills",
     "evict_hidden",
@@ -47,7 +48,6 @@ __all__ = [
     "reads_of",
     "repeated",
     "save_compressed",
-    "scratch_copy",
     "second_pass",
     "settle",
     "take_hidden",

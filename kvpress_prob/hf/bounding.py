@@ -16,19 +16,20 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
 
 from kvpress_prob.hf.attention import RaggedKeys
 from kvpress_prob.hf.budget import CacheBudget, Progress
 from kvpress_prob.hf.cache import RaggedLayer
 from kvpress_prob.hf.claiming import claimed
+from kvpress_prob.hf.masks import check_padding
 from kvpress_prob.hf.observing import Attended, AttentionInputs, observed
 from kvpress_prob.hf.packing import compress_layer
-from kvpress_prob.hf.pool import PoolSettings
+from kvpress_prob.hf.pool import Pool, PoolSettings
 from kvpress_prob.hf.prefill import LayerPrefill
 from kvpress_prob.hf.rotary import RotaryState, reachable_rotary
 from kvpress_prob.hf.splitting import pieces
 from kvpress_prob.hf.supported import check_cache, decoder_of
+from kvpress_prob.hf.validity import validity_after
 
 
 class PassWatcher(Protocol):
@@ -135,11 +136,15 @@ class _Session:
             return self.own_forward(**given)
         cache = given.get("past_key_values")
         watcher = self.start()
-        pools = [layer.pool for layer in ([] if cache is None else cache.layers) if isinstance(layer, RaggedLayer)]
-        known = next((pool.settings for pool in pools if pool is not None), None)
-        settings = watcher.settings(known)
-        self.of_thread.running = running = _Pass(watcher, settings, _validity(given, cache), _tokens(given))
+        ragged = [layer for layer in ([] if cache is None else cache.layers) if isinstance(layer, RaggedLayer)]
+        bounded = [layer for layer in ragged if layer.pool is not None]
+        settings = watcher.settings(cast(Pool, bounded[0].pool).settings if bounded else None)
+        if bounded:
+            check_padding(given.get("attention_mask"), bounded[0].padding, bounded[0].get_seq_length() + _tokens(given))
+        self.of_thread.running = running = _Pass(watcher, settings, validity_after(given, cache), _tokens(given))
         try:
+            for layer in bounded:
+                layer.watched = True
             output = self.own_forward(**given)
             if running.cache is not None and running.layers:
                 with torch.no_grad():
@@ -147,7 +152,7 @@ class _Session:
             return output
         finally:
             self.of_thread.running = None
-            for layer in running.layers:
+            for layer in (*bounded, *running.layers):
                 layer.watched = False
 
     def attend(
@@ -225,30 +230,6 @@ def _tokens(given: dict[str, Any]) -> int:
     ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
     inputs = embeds if ids is None else ids
     return 0 if inputs is None else inputs.shape[1]
-
-
-def _validity(given: dict[str, Any], cache: Any) -> Tensor | None:
-    """Validity [b, t] of all tokens after the pass, for layers that are dense so far; None when there is none."""
-    if cache is not None and cache.layers and not any(type(layer) is DynamicLayer for layer in cache.layers):
-        return None
-    ids, embeds, mask = (given.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
-    inputs = embeds if ids is None else ids
-    b, n = cast(Tensor, inputs).shape[:2]
-    t = n + (0 if cache is None else cache.get_seq_length())
-    if isinstance(mask, dict):
-        mask = mask.get("full_attention")
-    if mask is None:
-        return torch.ones(b, t, dtype=torch.bool, device="cpu")
-    shape = tuple(mask.shape)
-    if shape == (b, t):
-        valid = mask.bool()
-    elif len(shape) == 4 and shape[0] in (1, b) and shape[2:] == (n, t):
-        valid = (mask if mask.dtype == torch.bool else mask == 0)[:, 0, -1].expand(b, t)
-    else:
-        raise NotImplementedError(f"attention_mask must have shape {(b, t)} or {(b, 1, n, t)}, got {shape}")
-    if not valid[:, -1].all() or (valid[:, :-1] & ~valid[:, 1:]).any():
-        raise NotImplementedError("attention_mask of a prefill must be left padding: zeros, then ones, in every row")
-    return valid
 
 
 @contextmanager

@@ -134,7 +134,9 @@ class RaggedLayer(CacheLayerMixin):
         """
         store = self.store
         if mask is not None:
-            covers = (n, self.padding, self.context_length, self.appended)
+            begin = self.get_seq_length() - mask.shape[-1] if self.watched else 0
+            padding = [max(pad - begin, 0) for pad in self.padding]
+            covers = (n, padding, max(self.context_length - begin, 0), min(self.appended, mask.shape[-1]))
             if torch.compiler.is_compiling():
                 newest = mask[..., -1, self.context_length :]
                 if self.resampler is not None and not (newest if mask.dtype == torch.bool else newest == 0).all():
@@ -142,14 +144,14 @@ class RaggedLayer(CacheLayerMixin):
                 apply_mask(store.log_w, store.start, store.length, mask, *covers)
                 self.hides = True
                 return
-            key = (n, *self.padding, self.context_length, self.appended)
+            key = (n, *padding, *covers[2:])
             visible = self.reads.once("mask", self, mask, key, lambda: shown(mask, *covers))
             if visible is not None and self.resampler is not None:
                 raise NotImplementedError(_HIDES_APPENDED)
             if visible is not None or self.hides:
                 show(store.log_w, store.start, store.length, self.appended, visible)
             self.hides = visible is not None
-        elif any(self.padding):
+        elif any(self.padding) and not self.watched:
             raise NotImplementedError(
                 "attention_mask must be given over a compressed KV cache with left padding, got None"
             )
@@ -195,7 +197,10 @@ class RaggedLayer(CacheLayerMixin):
         return self.context_length + self.appended
 
     def get_mask_sizes(self, cache_position: Tensor) -> tuple[int, int]:
-        return self.get_seq_length() + cache_position.shape[0], 0
+        """Tokens that a mask covers, and the first of them. A bounded prefill's masks begin where nothing was evicted
+        yet: what is hidden before that is known, and masks over everything that was read would grow with it."""
+        begin = self.context_length if self.watched else 0
+        return self.get_seq_length() + cache_position.shape[0] - begin, begin
 
     def get_max_cache_shape(self) -> int:
         return -1

@@ -1,5 +1,7 @@
 """What an attention mask says about a compressed cache, and what it must not say."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -64,6 +66,23 @@ def shown(mask: Tensor, n: int, padding: list[int], context_length: int, appende
             "over a compressed KV cache, attention_mask may hide left padding only (causal attention)"
         )
     return None if all_shown else visible[:, t:]
+
+
+def check_padding(mask: Any, padding: list[int], length: int) -> None:
+    """Refuse a mask [b, length] over a bounded cache that is not its own left padding; those of four dimensions are
+    looked at by the layers."""
+    if mask is None and any(padding):
+        raise NotImplementedError("attention_mask must be given over a compressed KV cache with left padding, got None")
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return
+    pads = torch.tensor(padding, device=mask.device)
+    if mask.shape != (len(padding), length) or not torch.equal(
+        mask.bool(), torch.arange(length, device=mask.device) >= pads.unsqueeze(-1)
+    ):
+        raise NotImplementedError(
+            f"over a bounded KV cache, attention_mask must have shape {(len(padding), length)} and hide left padding "
+            f"alone, got {tuple(mask.shape)}"
+        )
 
 
 def show(log_w: Tensor, start: Tensor, length: Tensor, appended: int, visible: Tensor | None) -> None:

@@ -1,9 +1,9 @@
 """A second pass of the model over a finished prefill, with the attention of its full-attention layers in the caller's
 hands.
 
-The pass runs on a scratch cache whose layers start from the prefill's tensors. ``DynamicLayer`` grows by making new
-tensors, so the prefill's cache is the same, to the bit and to the storage, before, during and after the pass. Rotary
-frequencies are those of the context's keys, however far the pass reaches.
+The pass reads the prefill's cache and adds nothing to it: what a layer would hold lives while that layer attends, so
+beyond the cache a pass needs the tensors of one layer. Rotary frequencies are those of the context's keys, however far
+the pass reaches.
 """
 
 import copy
@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from kvpress_prob.hf.borrowed import borrowed
 from kvpress_prob.hf.observing import AttentionInputs, observed_here
@@ -49,7 +49,7 @@ def second_pass(prefill: Prefill, input_ids: Tensor, attend: Attend) -> None:
             input_ids=input_ids,
             attention_mask=mask,
             position_ids=positions,
-            past_key_values=scratch_copy(prefill.cache),
+            past_key_values=_ReadOnly(prefill.cache),
             use_cache=True,
         )
 
@@ -71,7 +71,7 @@ def next_logits(prefill: Prefill) -> Tensor:
     token = torch.zeros(len(prefill.valid), 1, dtype=torch.long, device=prefill.valid.device)
     hook = decoder_of(model).register_forward_hook(answer)
     try:
-        return one_more(prefill, token, scratch_copy(prefill.cache), prefill.next_position)
+        return one_more(prefill, token, _ReadOnly(prefill.cache), prefill.next_position)
     finally:
         hook.remove()
 
@@ -99,17 +99,50 @@ def _objects(model: Any) -> Iterator[None]:
         yield
 
 
-def scratch_copy(cache: Any) -> DynamicCache:
-    """A cache that starts from the same tensors and grows on its own."""
+def continued(cache: Any) -> DynamicCache:
+    """A cache that starts from the same tensors and grows by its own tokens alone."""
     scratch = DynamicCache()
-    scratch.layers = [copy.copy(layer) for layer in cache.layers]
+    scratch.layers = [
+        _Continuation(layer) if type(layer) is DynamicLayer else copy.copy(layer) for layer in cache.layers
+    ]
     return scratch
+
+
+class _Continuation(DynamicLayer):
+    """Tokens after those of another layer, which is not copied but while this one attends."""
+
+    def __init__(self, context: DynamicLayer):
+        super().__init__()
+        self.context = context
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, cache_kwargs: dict[str, Any] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(key_states, value_states, cache_kwargs)
+        before = cast(Tensor, self.context.keys), cast(Tensor, self.context.values)
+        return torch.cat((before[0], keys), 2), torch.cat((before[1], values), 2)
+
+    def get_seq_length(self) -> int:
+        return self.context.get_seq_length() + super().get_seq_length()
+
+
+class _ReadOnly(DynamicCache):
+    """Answers with what a layer of ``cache`` would hold, and keeps nothing of it."""
+
+    def __init__(self, cache: Any):
+        super().__init__()
+        self.layers = cache.layers
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, cache_kwargs: dict[str, Any] | None = None
+    ) -> tuple[Tensor, Tensor]:
+        return copy.copy(self.layers[layer_idx]).update(key_states, value_states, cache_kwargs)
 
 
 def batch_row(prefill: Prefill, row: int) -> Prefill:
     """One batch row of a prefill as if it had been alone, without its padding; its tensors are views."""
     padding = int((~prefill.valid[row]).sum())
-    cache = scratch_copy(prefill.cache)
+    cache = _copied(prefill.cache)
     for layer in cache.layers:
         keys, values = cast(Tensor, layer.keys), cast(Tensor, layer.values)
         # A sliding-window layer may have dropped some of the padding, or all of it, already.
@@ -130,7 +163,7 @@ def batch_row(prefill: Prefill, row: int) -> Prefill:
 
 def repeated(prefill: Prefill, times: int) -> Prefill:
     """A prefill of one batch row as a batch of equal rows; its tensors are views."""
-    cache = scratch_copy(prefill.cache)
+    cache = _copied(prefill.cache)
     for layer in cache.layers:
         keys, values = cast(Tensor, layer.keys), cast(Tensor, layer.values)
         layer.keys, layer.values = keys.expand(times, -1, -1, -1), values.expand(times, -1, -1, -1)
@@ -143,6 +176,13 @@ def repeated(prefill: Prefill, times: int) -> Prefill:
         input_ids=None if ids is None else ids.expand(times, -1),
         last_hidden_state=prefill.last_hidden_state.expand(times, -1),
     )
+
+
+def _copied(cache: Any) -> DynamicCache:
+    """Other layers of the same tensors."""
+    copies = DynamicCache()
+    copies.layers = [copy.copy(layer) for layer in cache.layers]
+    return copies
 
 
 class _Pass:

@@ -42,7 +42,7 @@ from kvpress_prob.hf.saved_tensors import check_tensors
 from kvpress_prob.hf.shared_reads import SharedReads
 from kvpress_prob.hf.supported import check_cache
 from kvpress_prob.ragged import RaggedKV
-from kvpress_prob.ragged.store import INITIAL_ROOM
+from kvpress_prob.ragged.store import initial_room
 
 FORMAT = 2
 _KEY = "kvpress_prob"
@@ -248,7 +248,7 @@ def _layer(
     keys, values = held.pop(f"{index}.keys"), held.pop(f"{index}.values")
     if described["kind"] == "compressed":
         log_w, lengths = held.pop(f"{index}.log_w"), held.pop(f"{index}.length").tolist()
-        store = RaggedKV.empty(keys, values, lengths, described["batch"], INITIAL_ROOM)
+        store = RaggedKV.empty(keys, values, lengths, described["batch"], initial_room(lengths))
         begin = 0
         for start, length in zip(store.start.tolist(), lengths, strict=True):
             source, target = slice(begin, begin + length), slice(start, start + length)

@@ -1,10 +1,11 @@
 """What the arguments of a prefill say about its tokens: which are there, where they are, what they are."""
 
 import inspect
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
 
 
 def token_validity(attention_mask: Any, inputs: Tensor) -> Tensor:
@@ -32,6 +33,30 @@ def token_validity(attention_mask: Any, inputs: Tensor) -> Tensor:
         raise NotImplementedError(
             f"attention_mask of a prefill must have shape {(b, t)} or {(b, 1, t, t)}, got {shape or attention_mask}"
         )
+    if not valid[:, -1].all() or (valid[:, :-1] & ~valid[:, 1:]).any():
+        raise NotImplementedError("attention_mask of a prefill must be left padding: zeros, then ones, in every row")
+    return valid
+
+
+def validity_after(given: dict[str, Any], cache: Any) -> Tensor | None:
+    """Validity [b, t] of all tokens after the pass, for layers that are dense so far; None when there is none."""
+    if cache is not None and cache.layers and not any(type(layer) is DynamicLayer for layer in cache.layers):
+        return None
+    ids, embeds, mask = (given.get(name) for name in ("input_ids", "inputs_embeds", "attention_mask"))
+    inputs = embeds if ids is None else ids
+    b, n = cast(Tensor, inputs).shape[:2]
+    t = n + (0 if cache is None else cache.get_seq_length())
+    if isinstance(mask, dict):
+        mask = mask.get("full_attention")
+    if mask is None:
+        return torch.ones(b, t, dtype=torch.bool, device="cpu")
+    shape = tuple(mask.shape)
+    if shape == (b, t):
+        valid = mask.bool()
+    elif len(shape) == 4 and shape[0] in (1, b) and shape[2:] == (n, t):
+        valid = (mask if mask.dtype == torch.bool else mask == 0)[:, 0, -1].expand(b, t)
+    else:
+        raise NotImplementedError(f"attention_mask must have shape {(b, t)} or {(b, 1, n, t)}, got {shape}")
     if not valid[:, -1].all() or (valid[:, :-1] & ~valid[:, 1:]).any():
         raise NotImplementedError("attention_mask of a prefill must be left padding: zeros, then ones, in every row")
     return valid

@@ -24,14 +24,19 @@ import torch
 from jaxtyping import Bool, Float, Float32, Int64
 from torch import Tensor
 
-INITIAL_ROOM = 32
-"""Slack behind each segment of a freshly packed store."""
+MIN_ROOM, MAX_ROOM = 4, 32
+"""Smallest and largest slack behind each segment of a freshly packed store."""
 GROWTH = 0.25
 """Room made at each growth, as a fraction of the mean segment length."""
 _BUFFERS = ("keys", "values", "log_w", "start", "length")
 MIN_GROWTH, MAX_GROWTH = 64, 256
 """Smallest and largest room made at a growth. A store that every token reads whole and that is copied every 256 tokens
 is read once more in a hundred."""
+
+
+def initial_room(lengths: list[int]) -> int:
+    """Slack behind each segment of a new store: an eighth of the mean segment, between 4 and 32 entries."""
+    return min(max(sum(lengths) // (8 * len(lengths)), MIN_ROOM), MAX_ROOM)
 
 
 @dataclass
@@ -112,7 +117,7 @@ class RaggedKV:
         values: Float[Tensor, "b hkv t dv"],
         kept: Bool[Tensor, "b hkv t"],
         log_w: Float[Tensor, "b hkv t"],
-        room: int = INITIAL_ROOM,
+        room: int | None = None,
         lengths: list[int] | None = None,
     ) -> "RaggedKV":
         """Copy the kept entries of dense keys and values, in position order, into a new store.
@@ -124,8 +129,8 @@ class RaggedKV:
         ----------
         keys, values, kept, log_w
             On one device.
-        room : int
-            Entries that fit behind each segment.
+        room : int, optional
+            Entries that fit behind each segment. Default: ``initial_room``.
         lengths : list of int, optional
             Kept entries of each segment, ``kept.sum(-1)``. Whoever packs many layers reads them at once; without them
             they are read here, the only time that the host waits.
@@ -133,6 +138,7 @@ class RaggedKV:
         b, heads, t, _ = keys.shape
         if lengths is None:
             lengths = kept.sum(-1).flatten().tolist()
+        room = initial_room(lengths) if room is None else room
         with torch.inference_mode(False), torch.no_grad():
             start, length, capacity, starts = _layout(lengths, room, keys.device)
             flags = kept.reshape(b * heads, t)

@@ -11,16 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvpress_prob.hf import (
-    AttentionInputs,
-    Prefill,
-    Upcoming,
-    next_logits,
-    one_more,
-    repeated,
-    scratch_copy,
-    second_pass,
-)
+from kvpress_prob.hf import AttentionInputs, Prefill, Upcoming, continued, next_logits, one_more, repeated, second_pass
 from kvpress_prob.maths.arguments import check_integer, check_positive, check_seed
 from kvpress_prob.sources.query_rows import QueryRows, Visit
 
@@ -82,7 +73,7 @@ class Lookahead:
             eos if isinstance(eos, list) else [] if eos is None else [eos], dtype=torch.int64, device="cpu"
         )
         generator = torch.Generator().manual_seed(int(self.seed))
-        cache = scratch_copy(futures.cache)
+        cache = continued(futures.cache)
         logits = next_logits(futures)
         stops = stops.to(logits.device)
         drawn, counts, total = [], [], torch.zeros(len(logits), dtype=torch.float32, device=logits.device)

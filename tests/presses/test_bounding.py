@@ -196,6 +196,47 @@ def test_left_padded_rows_equal_rows_alone(model):
     torch.testing.assert_close(got.logits[1:], want.logits, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+@pytest.mark.parametrize("pad", [0, 21])
+def test_masks_of_a_pass_do_not_grow_with_what_was_read(attn, pad):
+    model, ids, cache, covered = tiny_llama(attn=attn), tokens(800, batch=2), DynamicCache(), []
+    mask = torch.ones(2, 800, dtype=torch.long)
+    mask[1, :pad] = 0
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: covered.append(
+                0 if kwargs["attention_mask"] is None else kwargs["attention_mask"].shape[-1]
+            ),
+            with_kwargs=True,
+        )
+    with bounded()(model):
+        for end in range(40, 801, 40):
+            model(ids[:, end - 40 : end], past_key_values=cache, attention_mask=mask[:, :end])
+    assert max(covered) <= 40 + 96  # the first passes evict nothing
+    assert max(covered[-20:]) <= 40 + BUDGET.queries + BUDGET.interval
+    assert cache.get_seq_length() == 800
+
+
+@pytest.mark.parametrize("pad", [0, 21])
+def test_a_mask_that_hides_what_was_read_is_refused(model, pad):
+    mask = torch.ones(1, 300, dtype=torch.long)
+    mask[:, :pad] = 0
+    hidden, early, shown = mask.clone(), mask.clone(), mask.clone()
+    hidden[:, 180], early[:, pad], shown[:, :pad] = 0, 0, 1
+    cache = DynamicCache()
+    with bounded()(model):
+        model(tokens(300)[:, :200], past_key_values=cache, attention_mask=mask[:, :200])
+        before = sample(cache)
+        for wrong in (hidden, early, *([shown, None] if pad else [])):
+            with pytest.raises(NotImplementedError, match="attention_mask must"):
+                model(tokens(300)[:, 200:], past_key_values=cache, attention_mask=wrong)
+        for one, two in zip(before, sample(cache), strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+        assert cache.get_seq_length() == 200
+        model(tokens(300)[:, 200:], past_key_values=cache, attention_mask=mask)
+    assert cache.get_seq_length() == 300
+
+
 # -- The bound ---------------------------------------------------------------------------------------------------------
 
 

@@ -58,7 +58,7 @@ def attention_mass(
     softcap : float, optional
         As in ``weighted_decode``.
     statistic : "mean", "max" or "output_change"
-        ``sum_j h_j p_j(i)``, ``sqrt(sum_j h_j p_j(i)^2)``, the maximum of ``p_j(i)`` over rows with positive weight, or
+        ``sum_j h_j p_j(i)``, the maximum of ``p_j(i)`` over rows with positive weight, or
         ``sum_j h_j p_j(i) / (1 - p_j(i)) |o_j - v_i|``, which needs ``values`` and has no scope.
     impl : "auto", "reference", "blocked" or "triton"
         "auto" takes "triton" on a GPU that can run it (``ops.availability``), else "blocked"; the memory of both is

@@ -9,6 +9,8 @@ Where that does not divide evenly a part ends with the first entries of the next
 parts of a block are merged by their log-sum-exp.
 """
 
+from collections.abc import Iterator
+
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -37,28 +39,38 @@ def weighted_decode_cpu(
     b, hq, n, d = query.shape
     rows = query.reshape(len(start), -1, n, d)  # [s g n d]
     segments = list(zip(start.tolist(), length.tolist(), strict=True))
-    attention = _Attention(keys, values, log_w, scaling)
+    outputs, lses = [], []
+    for parts, lse in _blocks(_Attention(keys, values, log_w, scaling), rows, segments):
+        share = torch.softmax(lse, 1).nan_to_num(0)
+        outputs.append((parts.float() * share.unsqueeze(-1)).sum(1))
+        if return_lse:
+            lses.append(torch.logsumexp(lse, 1))
+    output = torch.cat(outputs, 2).to(query.dtype).view(b, hq, n, d)
+    return output, torch.cat(lses, 2).view(b, hq, n) if return_lse else None
+
+
+def _blocks(attention: "_Attention", rows: Tensor, segments: Segments) -> Iterator[tuple[Tensor, Tensor]]:
+    """For every block of query rows [s g r d], its parts [s p g r d] and their log-sum-exps [s p g r]."""
+    n = rows.shape[2]
     if n == 1:
-        output, lse = _merged(*attention.seen_by_all(rows, segments))
-    else:
-        blocks = []
-        for first in range(0, n, BLOCK_ROWS):
-            block = rows[:, :, first : first + BLOCK_ROWS]
-            # Of a segment's entries, the newest n - first are this block's own and later ones.
-            older = [(begin, max(size - n + first, 0)) for begin, size in segments]
-            parts, lses = attention.seen_by_all(block, older)
-            # A store of fewer than n entries has no own entry for its first rows.
-            own, own_lse = attention.triangle(block, [(begin, size - n + first) for begin, size in segments])
-            blocks.append(_merged(torch.cat((parts, own), 1), torch.cat((lses, own_lse), 1)))
-        output, lse = (torch.cat(it, 2) for it in zip(*blocks, strict=True))
-    return output.to(query.dtype).view(b, hq, n, d), lse.view(b, hq, n) if return_lse else None
+        yield attention.seen_by_all(rows, segments)
+        return
+    for first in range(0, n, BLOCK_ROWS):
+        block = rows[:, :, first : first + BLOCK_ROWS]
+        # Of a segment's entries, the newest n - first are this block's own and later ones.
+        older = [(begin, max(size - n + first, 0)) for begin, size in segments]
+        parts, lses = attention.seen_by_all(block, older)
+        # A store of fewer than n entries has no own entry for its first rows.
+        own, own_lse = attention.triangle(block, [(begin, size - n + first) for begin, size in segments])
+        yield torch.cat((parts, own), 1), torch.cat((lses, own_lse), 1)
 
 
 class _Attention:
-    """The store's buffers and how to attend to stretches of them."""
+    """The store's buffers, each entry behind the other, and how to attend to stretches of them."""
 
     def __init__(self, keys: Tensor, values: Tensor, log_w: Tensor, scaling: float):
-        self.keys, self.values, self.log_w, self.scaling = keys, values, log_w, scaling
+        self.entries = [(buffer, buffer.storage_offset(), buffer.shape[1]) for buffer in (keys, values)]
+        self.log_w, self.scaling = log_w, scaling
 
     def seen_by_all(self, rows: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         """Outputs [s splits g r d] and log-sum-exps [s splits g r] of rows [s g r d] that see all given entries."""
@@ -68,76 +80,63 @@ class _Attention:
         # torch's bfloat16 kernel takes 2.5 x as long for one row as for two.
         computed = 2 if g * r == 1 and rows.dtype is torch.bfloat16 else g * r
         heads = rows.reshape(s, 1, 1, g * r, d).expand(-1, splits, -1, computed, -1).contiguous()
-        parts, lses, biases = [], [], []
+        parts, lses, biases, first = [], [], [], self.log_w.storage_offset()
         for segment, (begin, size) in enumerate(segments):
             if size == 0:
-                parts.append(rows.new_zeros(splits, 1, g * r, d))
-                lses.append(self.log_w.new_full((splits, 1, g * r), -torch.inf))
+                parts.append(heads.new_zeros(splits, 1, computed, d))
+                lses.append(self.log_w.new_full((splits, 1, computed), -torch.inf))
+                biases.append(self.log_w.new_full((splits, 1, 1, 1), -torch.inf))
                 continue
             step, extra = divmod(size, splits)
-            bias = _view(self.log_w, (splits, 1, 1, step + extra), (step, 0, 0, 1), begin)
+            bias = self.log_w.as_strided((splits, 1, 1, step + extra), (step, 0, 0, 1), first + begin)
             if extra:
                 bias = bias.clone()
                 bias[:-1, :, :, step:] = -torch.inf
-            part, lse = self._attend(heads[segment], (splits, 1, step + extra), (step, 0, 1), begin, bias)
-            parts.append(part[:, :, : g * r])
-            lses.append(lse[:, :, : g * r])
-            biases.append((lses[-1], bias))
-        _mark_hidden(biases)
-        return torch.stack(parts).view(s, splits, g, r, d), torch.stack(lses).view(s, splits, g, r)
+            part, lse = self._attend(heads[segment], begin, step, bias)
+            parts.append(part)
+            lses.append(lse)
+            biases.append(bias)
+        lse = _with_hidden(torch.stack(lses), biases)[:, :, :, : g * r].reshape(s, splits, g, r)
+        return torch.stack(parts)[:, :, :, : g * r].reshape(s, splits, g, r, d), lse
 
     def triangle(self, rows: Tensor, segments: Segments) -> tuple[Tensor, Tensor]:
         """Outputs [s 1 g r d] and log-sum-exps [s 1 g r] of rows [s g r d]: row ``i`` sees ``i + 1`` entries from the
         given place on. With a negative number instead of a place's, the first rows have no entry of their own."""
         s, g, r, d = rows.shape
         later = torch.ones(r, r, dtype=torch.bool, device=rows.device).triu(1)
-        parts, lses, biases = rows.new_zeros(s, 1, g, r, d), self.log_w.new_full((s, 1, g, r), -torch.inf), []
+        parts, lses = rows.new_zeros(s, 1, g, r, d), self.log_w.new_full((s, 1, g, r), -torch.inf)
+        biases = []
         for segment, (begin, older) in enumerate(segments):
             missing, place = min(max(-older, 0), r), begin + max(older, 0)
             width = r - missing
+            bias = self.log_w[place : place + width].masked_fill(later[:width, :width], -torch.inf)
+            biases.append(torch.nn.functional.pad(bias, (0, 0, missing, 0), value=-torch.inf).view(1, 1, r, width))
             if width:
-                bias = self.log_w[place : place + width].masked_fill(later[:width, :width], -torch.inf)[None, None]
                 seeing = rows[segment : segment + 1, :, missing:]
-                part, lse = self._attend(seeing, (1, g, width), (0, 0, 1), place, bias)
+                part, lse = self._attend(seeing, place, 0, bias[None, None])
                 parts[segment, :, :, missing:] = part
                 lses[segment, :, :, missing:] = lse
-                biases.append((lses[segment, :, :, missing:], bias))
-        _mark_hidden(biases)
-        return parts, lses
+        return parts, _with_hidden(lses, biases)
 
-    def _attend(
-        self, rows: Tensor, shape: tuple[int, ...], steps: tuple[int, ...], place: int, bias: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """torch's fused attention over the entries of a view of the store."""
+    def _attend(self, rows: Tensor, place: int, step: int, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """torch's fused attention of rows [p g r d] over as many entries as ``bias`` [p or 1, 1, r or 1, c] has, the
+        next batch row's ``step`` entries further on."""
+        shape = (*rows.shape[:2], bias.shape[-1])
+        keys, values = (
+            buffer.as_strided((*shape, width), (step * width, 0, width, 1), first + place * width)
+            for buffer, first, width in self.entries
+        )
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            rows,
-            _view(self.keys, shape, steps, place),
-            _view(self.values, shape, steps, place),
-            attn_mask=bias,
-            scale=self.scaling,
+            rows, keys, values, attn_mask=bias, scale=self.scaling
         )
 
 
-def _view(buffer: Tensor, shape: tuple[int, ...], steps: tuple[int, ...], place: int) -> Tensor:
-    """Entries from ``place`` on as ``shape``, ``steps`` entries apart along each axis."""
-    entry = buffer.stride(0)
-    strides = tuple(step * entry for step in steps)
-    return buffer.as_strided(
-        (*shape, *buffer.shape[1:]), (*strides, *buffer.stride()[1:]), buffer.storage_offset() + place * entry
-    )
+def _with_hidden(lse: Tensor, biases: list[Tensor]) -> Tensor:
+    """torch reports 0 for a row whose every entry is hidden; its log-sum-exp is -inf.
 
-
-def _mark_hidden(parts: list[tuple[Tensor, Tensor]]) -> None:
-    """torch reports 0 for a row whose every entry is hidden; make its log-sum-exp -inf, in place.
-
-    ``parts`` holds log-sum-exps and the bias that they were computed with.
+    ``lse`` [s p g r] was computed with the biases, a segment's each, that spread over [p g r c].
     """
-    if parts and torch.stack([(lse == 0).any() for lse, _ in parts]).any():
-        for lse, bias in parts:
-            lse.masked_fill_((bias.amax(-1) == -torch.inf).expand_as(lse), -torch.inf)
-
-
-def _merged(parts: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Parts [s p g r d] and their log-sum-exps [s p g r] as one: output [s g r d], log-sum-exp [s g r]."""
-    share = torch.softmax(lse, 1).nan_to_num(0)
-    return (parts.float() * share.unsqueeze(-1)).sum(1), torch.logsumexp(lse, 1)
+    if (lse == 0).any():
+        for segment, bias in zip(lse, biases, strict=True):
+            segment.masked_fill_((bias == -torch.inf).all(-1).expand_as(segment), -torch.inf)
+    return lse
