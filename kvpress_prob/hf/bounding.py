@@ -143,8 +143,10 @@ class _Session:
             check_padding(given.get("attention_mask"), bounded[0].padding, bounded[0].get_seq_length() + _tokens(given))
         self.of_thread.running = running = _Pass(watcher, settings, validity_after(given, cache), _tokens(given))
         try:
-            for layer in bounded:
-                layer.watched = True
+            # In a plain cache, sliding layers may hold everything: their masks are made by the sizes of these layers.
+            if cache is not None and all(layer in bounded or layer.is_sliding for layer in cache.layers):
+                for layer in bounded:
+                    layer.watched = True
             output = self.own_forward(**given)
             if running.cache is not None and running.layers:
                 with torch.no_grad():

@@ -128,6 +128,14 @@ class Pool:
         store.columns[SCORES][places.flatten()] = torch.where(changing, 0.0, torch.nan)
         store.columns[EXTRA][places.flatten()] = 0.0
 
+    def draw_was(self, row: int, boundary: int, log_scale: Tensor, log_tau: Tensor) -> None:
+        """Note a draw over the tokens of a batch row before ``boundary``, with its numbers [k hkv]."""
+        device = self.log_tau.device
+        with torch.inference_mode(False), torch.no_grad():
+            self.log_scale, self.log_tau = self.log_scale.clone(), self.log_tau.clone()
+            self.log_scale[row], self.log_tau[row] = log_scale.to(device), log_tau.to(device)
+        self.boundary[row] = boundary
+
     def select_rows(self, rows: list[int]) -> None:
         self.log_scale, self.log_tau = self.log_scale[rows], self.log_tau[rows]
         self.boundary = [self.boundary[row] for row in rows]

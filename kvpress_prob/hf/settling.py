@@ -98,9 +98,7 @@ def settle(
         for layer, scale, tau in zip(
             layers, state.log_scale.split(heads, -1), state.log_tau.split(heads, -1), strict=True
         ):
-            pool = pool_of(layer)
-            pool.log_scale[index], pool.log_tau[index] = scale.to(pool.log_scale.device), tau.to(pool.log_tau.device)
-            pool.boundary[index] = boundary
+            pool_of(layer).draw_was(index, boundary, scale, tau)
     evicted = not bool(kept.all())
     if evicted:
         sizes = [len(place) for place in places]

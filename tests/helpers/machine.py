@@ -19,7 +19,7 @@ import transformers
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from kvpress import ScorerPress
+from kvpress import KnormPress, ScorerPress
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -56,6 +56,13 @@ DTYPES = (torch.int64, torch.int32, torch.uint8, torch.bool, torch.float16, torc
 BUDGETS = (
     CacheBudget(24, interval=4, queries=3, start="decoding"),
     CacheBudget(80, interval=64, queries=2, start="decoding"),
+)
+BOUNDED = (CacheBudget(24, interval=4, queries=3), CacheBudget(80, interval=16, queries=2), CacheBudget(interval=8))
+BOUNDED_SCORERS = (
+    MinVariancePress(),
+    H2OPress(),
+    KnormPress(),
+    [Component(KnormPress(), 0.4), Component(MinVariancePress())],
 )
 LARGEST_BATCH = 6
 
@@ -164,6 +171,26 @@ def presses(draw) -> ProbabilisticPress:
     )
 
 
+@st.composite
+def bounded_presses(draw) -> ProbabilisticPress:
+    """Presses whose budget holds from the first token on."""
+    scorer, budget = copy.deepcopy(draw(st.sampled_from(BOUNDED_SCORERS))), draw(st.sampled_from(BOUNDED))
+    draws = isinstance(scorer, list) or draw(st.booleans())
+    ratios = [0.5, 0.9] if budget.max_entries is None else [0.0, 0.5]
+    return ProbabilisticPress(
+        scorer,
+        draw(st.sampled_from(ratios)),
+        sampler="systematic" if draws else "top_k",
+        correction=draw(st.sampled_from(["inclusion", "none"])) if draws else "none",
+        allocation=draw(st.sampled_from(["global", "layer", "head"])),
+        budget=budget,
+        max_weight=draw(st.sampled_from([math.inf, 3.0])),
+        n_sink=draw(st.integers(0, 3)),
+        n_recent=draw(st.integers(0, 3)),
+        seed=draw(st.integers(0, 99)),
+    )
+
+
 class CompressedCacheMachine(RuleBasedStateMachine):
     """Random lives of a compressed cache."""
 
@@ -176,7 +203,7 @@ class CompressedCacheMachine(RuleBasedStateMachine):
 
     @initialize(
         shape=shapes(),
-        press=presses(),
+        press=st.one_of(presses(), presses(), bounded_presses()),
         length=st.integers(1, 60),
         padding=st.lists(st.integers(0, 59), max_size=2),
         sliding_cache=st.booleans(),
@@ -189,6 +216,7 @@ class CompressedCacheMachine(RuleBasedStateMachine):
         name = shape.pop("name")
         self.model = ARCHITECTURES[name].build(shape.pop("attn"), shape.pop("seed"), **shape)
         self.budget = press.budget is not None
+        self.bounding = press if press.budget is not None and press.budget.start == "prefill" else None
         before %= length
         rows = [0, *(0 if before else pad % length for pad in padding)]
         self.mask = (torch.arange(length) >= torch.tensor(rows).unsqueeze(-1)).long()
@@ -253,6 +281,12 @@ class CompressedCacheMachine(RuleBasedStateMachine):
     @rule(n=st.sampled_from([1, 1, 2, 33, 70]))
     def append(self, n):
         self.forward(n, [0] * self.batch, False)
+
+    @precondition(lambda self: self.bounding is not None)
+    @rule(n=st.sampled_from([1, 5, 40, 120]))
+    def more_context(self, n):
+        """A later pass inside a block of the press that bounds the cache."""
+        self.forward(n, [0] * self.batch, False, self.bounding)
 
     @precondition(lambda self: self.croppable)
     @rule(data=st.data(), negative=st.booleans())

@@ -23,7 +23,7 @@ from kvpress_prob import (
 from kvpress_prob.hf import RaggedLayer, cache_bytes
 from kvpress_prob.hf.pool import POSITION
 from tests.helpers.compare import greedy
-from tests.helpers.models import ARCHITECTURES, tiny_gemma3, tiny_llama, tokens, words
+from tests.helpers.models import ARCHITECTURES, build, tiny_gemma3, tiny_llama, tokens, words
 from tests.test_generate import pipeline_of
 
 BUDGET = CacheBudget(96, interval=8, queries=8)
@@ -516,3 +516,45 @@ def test_what_cannot_be_split_is_refused_before_anything_ran(model):
     ):
         model.model(tokens(100), past_key_values=cache, token_types=tokens(100))
     assert cache.get_seq_length() == 0
+
+
+def test_what_was_evicted_while_answering_stays_context_in_a_later_block(model):
+    press = bounded(KnormPress(), budget=CacheBudget(24, interval=4, queries=3), sampler="top_k", correction="none")
+    cache = read(model, press, tokens(30), 30)
+    layer = cache.layers[0]
+    for seed in range(9):
+        model(tokens(1, seed=seed), past_key_values=cache)
+        if layer.context_length > layer.pool.boundary[0] + 4:  # sampled again, and tokens beyond the pool with it
+            break
+    context = layer.context_length
+    assert context > layer.pool.boundary[0] + 4
+    read(model, press, tokens(1, seed=9), 1, cache)
+    for layer in cache.layers:
+        assert layer.context_length >= context
+        newest = torch.arange(layer.context_length, layer.get_seq_length())
+        for segment in range(2):
+            end = int(layer.store.start[segment] + layer.store.length[segment])
+            assert layer.store.columns[POSITION][end - layer.appended : end].tolist() == newest.tolist()
+
+
+def test_a_block_may_follow_inference_mode(model):
+    with torch.inference_mode():
+        cache = read(model, bounded(), tokens(40), 40)
+    with torch.no_grad():
+        read(model, bounded(), tokens(100), 50, cache)
+    assert cache.get_seq_length() == 140
+    assert mean_entries(cache) <= 96
+    other = copy.deepcopy(cache)
+    assert same(read(model, bounded(), tokens(30), 30, cache), read(model, bounded(), tokens(30), 30, other))
+
+
+@pytest.mark.parametrize("attn", ["sdpa", "eager"])
+def test_sliding_layers_in_a_plain_cache(attn):
+    model = build(
+        "Gemma2ForCausalLM", attn, layer_types=["full_attention", "sliding_attention"] * 2, num_hidden_layers=4,
+        sliding_window=16,
+    )  # fmt: skip
+    ids = tokens(200)
+    cache = read(model, bounded(), ids, 50)  # DynamicCache() holds the sliding layers' entries too
+    other = read(model, bounded(), ids, 50, DynamicCache(config=model.config))
+    assert same(cache, other)
