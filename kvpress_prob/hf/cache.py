@@ -186,9 +186,7 @@ class RaggedLayer(CacheLayerMixin):
         self.resampler.count(self.store, self.appended)
 
     def become_context(self, length: int) -> None:
-        """Of the first ``length`` tokens, some have been evicted; those after are there as a whole, as far as they were
-        before."""
-        length = max(length, self.context_length)
+        """Of the first ``length`` tokens, some have been evicted; those after are there as a whole."""
         self.appended = self.get_seq_length() - length
         self.context_length = length
         if self.resampler is not None:

@@ -167,4 +167,5 @@ def _pack(layer: RaggedLayer, place: Tensor, kept: Tensor, log_w: Tensor, scores
     store.columns[SCORES][place] = scores.T.to(place.device).float()
     layer.store = store.keep(kept.to(place.device), room)
     pool.evicted = True
-    layer.become_context(max(pad + boundary for pad, boundary in zip(layer.padding, pool.boundary, strict=True)))
+    joined = max(pad + boundary for pad, boundary in zip(layer.padding, pool.boundary, strict=True))
+    layer.become_context(max(joined, layer.context_length))  # answers are sampled again whole, beyond the pool

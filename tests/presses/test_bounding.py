@@ -537,6 +537,13 @@ def test_what_was_evicted_while_answering_stays_context_in_a_later_block(model):
             assert layer.store.columns[POSITION][end - layer.appended : end].tolist() == newest.tolist()
 
 
+def test_a_context_that_fits_is_whole(model, tmp_path):
+    cache = read(model, bounded(), tokens(30), 30)
+    assert all(layer.context_length == 0 and layer.appended == 30 for layer in cache.layers)
+    save_compressed(cache, tmp_path / "cache")
+    assert same(load_compressed(tmp_path / "cache"), cache)
+
+
 def test_a_block_may_follow_inference_mode(model):
     with torch.inference_mode():
         cache = read(model, bounded(), tokens(40), 40)
