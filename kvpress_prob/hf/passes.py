@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvpress_prob.hf.borrowed import borrowed
 from kvpress_prob.hf.observing import AttentionInputs, observed_here
@@ -101,10 +101,11 @@ def _objects(model: Any) -> Iterator[None]:
 
 def continued(cache: Any) -> DynamicCache:
     """A cache that starts from the same tensors and grows by its own tokens alone."""
-    scratch = DynamicCache()
-    scratch.layers = [
+    own: list[CacheLayerMixin] = [
         _Continuation(layer) if type(layer) is DynamicLayer else copy.copy(layer) for layer in cache.layers
     ]
+    scratch = DynamicCache()
+    scratch.layers = own
     return scratch
 
 
