@@ -24,16 +24,18 @@ TEMPERATURES = (2, 5, 10, 50)
 
 
 def presses() -> dict[str, BasePress]:
-    """New presses by label; all but the top-k presses draw from the centred pi_min-h."""
+    """New presses by label; all but the top-k presses draw from pi_min-h, of centred values where nothing is said."""
 
-    def drawn(sampler: Any, correction: Any, temperature: float = 1.0) -> ProbabilisticPress:
-        return ProbabilisticPress(MinVariancePress(), sampler=sampler, correction=correction, temperature=temperature)
+    def drawn(sampler: Any, correction: Any, temperature: float = 1.0, centered: bool = True) -> ProbabilisticPress:
+        scorer = MinVariancePress(centered=centered)
+        return ProbabilisticPress(scorer, sampler=sampler, correction=correction, temperature=temperature)
 
     found: dict[str, BasePress] = {
         "H2O top-k": H2OPress(average=True),
         "SnapKV top-k": SnapKVPress(),
         "multinomial, none": drawn("multinomial", "none"),
         "multinomial, counts": drawn("multinomial", "counts"),
+        "multinomial, counts, uncentred (prob_min_h)": drawn("multinomial", "counts", centered=False),
         "multinomial, inclusion": drawn("multinomial", "inclusion"),
         "systematic, inclusion": drawn("systematic", "inclusion"),
     }

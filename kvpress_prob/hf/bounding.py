@@ -22,7 +22,7 @@ from kvpress_prob.hf.budget import CacheBudget, Progress
 from kvpress_prob.hf.cache import RaggedLayer
 from kvpress_prob.hf.claiming import claimed
 from kvpress_prob.hf.masks import check_padding
-from kvpress_prob.hf.observing import Attended, AttentionInputs, observed
+from kvpress_prob.hf.observing import Attended, AttentionInputs, checked, observed
 from kvpress_prob.hf.packing import compress_layer
 from kvpress_prob.hf.pool import Pool, PoolSettings
 from kvpress_prob.hf.prefill import LayerPrefill
@@ -173,18 +173,9 @@ class _Session:
         running = self.running
         if running is None:
             return
-        name = type(module).__name__
         attended, running.attended = running.attended, None
-        if attended is None or attended.module is not module:
-            raise TypeError(f"{name} does not use transformers' attention interface")
-        for keyword in ("past_key_values", "attention_mask"):
-            if keyword not in kwargs:
-                raise TypeError(f"{name} must be called with the keyword {keyword}, got {sorted(kwargs)}")
-        if attended.mask is not kwargs["attention_mask"]:
-            raise TypeError(f"{name} changes its attention mask: it cannot decode over a compressed cache")
-        cache = running.cache = kwargs["past_key_values"]
-        if cache is None:
-            raise ValueError("use_cache must be True inside `with press(model)`: without a cache nothing is compressed")
+        attended, cache = checked(attended, module, kwargs)
+        running.cache = cache
         if attended.inputs is None:
             return
         with torch.no_grad():

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from kvpress.utils import get_prerope_query_states
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -49,6 +49,31 @@ class Attended:
     module: nn.Module
     mask: Tensor | None
     inputs: AttentionInputs | None  # None for a sliding-window layer
+
+
+def checked(attended: Attended | None, module: nn.Module, kwargs: dict[str, Any]) -> tuple[Attended, Cache]:
+    """What the attention function got from a module that has just run, and the cache that its forward was given.
+
+    Raises
+    ------
+    TypeError
+        If the module does not attend through transformers' interface, is called without the keywords that are read
+        here, or changes its mask on the way.
+    ValueError
+        If it was given no cache.
+    """
+    name = type(module).__name__
+    if attended is None or attended.module is not module:
+        raise TypeError(f"{name} does not use transformers' attention interface")
+    for keyword in ("past_key_values", "attention_mask"):
+        if keyword not in kwargs:
+            raise TypeError(f"{name} must be called with the keyword {keyword}, got {sorted(kwargs)}")
+    if attended.mask is not kwargs["attention_mask"]:
+        raise TypeError(f"{name} changes its attention mask: it cannot decode over a compressed cache")
+    cache = kwargs["past_key_values"]
+    if cache is None:
+        raise ValueError("use_cache must be True inside `with press(model)`: without a cache nothing is compressed")
+    return attended, cache
 
 
 class AttentionObserver(Protocol):

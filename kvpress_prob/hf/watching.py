@@ -18,7 +18,7 @@ from transformers import Cache, PreTrainedModel
 
 from kvpress_prob.hf.claiming import claimed
 from kvpress_prob.hf.compiled import uncompiled
-from kvpress_prob.hf.observing import Attended, AttentionInputs, observed
+from kvpress_prob.hf.observing import Attended, AttentionInputs, checked, observed
 from kvpress_prob.hf.prefill import LayerPrefill, Prefill, PrefillChecker, PrefillWatcher, Upcoming
 from kvpress_prob.hf.rotary import RotaryState, reachable_rotary
 from kvpress_prob.hf.supported import check_cache, decoder_of, wrappers_of
@@ -187,18 +187,8 @@ class _Session:
         running = self.running.get(here)
         if running is None or here in self.ending:
             return
-        name = type(module).__name__
         attended, running.attended = running.attended, None
-        if attended is None or attended.module is not module:
-            raise TypeError(f"{name} does not use transformers' attention interface")
-        for keyword in ("past_key_values", "attention_mask"):
-            if keyword not in kwargs:
-                raise TypeError(f"{name} must be called with the keyword {keyword}, got {sorted(kwargs)}")
-        if attended.mask is not kwargs["attention_mask"]:
-            raise TypeError(f"{name} changes its attention mask: it cannot decode over a compressed cache")
-        running.cache = kwargs["past_key_values"]
-        if running.cache is None:
-            raise ValueError("use_cache must be True inside `with press(model)`: without a cache nothing is compressed")
+        attended, running.cache = checked(attended, module, kwargs)
         if attended.inputs is None:
             return
         index = cast(int, module.layer_idx)
