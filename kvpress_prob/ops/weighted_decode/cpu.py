@@ -2,18 +2,19 @@
 
 Query rows are taken in blocks of ``BLOCK_ROWS``. All rows of a block see a segment's older entries, so these are one
 head with ``group * rows`` rows: nothing is repeated, nothing of the store is copied, and the only bias is the view of
-their log-weights. The entries of the block's own tokens, ``rows`` of them, get a triangle of -inf, the largest bias
-there is. torch parallelises over batch rows, heads and blocks of query rows only, so the older entries of a block of
-few rows are viewed as one batch row per thread (split-KV): parts of equal size, ``size // threads`` entries apart.
-Where that does not divide evenly a part ends with the first entries of the next one, and a bias of -inf hides them. All
-parts of a block are merged by their log-sum-exp.
+their log-weights. The entries of the block's own tokens, ``rows`` of them, are attended to causally; where some of them
+are hidden, by a triangle of -inf, the largest bias there is. torch parallelises over batch rows, heads and blocks of
+query rows only, so the older entries of a block of few rows are viewed as one batch row per thread (split-KV): parts of
+equal size, ``size // threads`` entries apart. Where that does not divide evenly a part ends with the first entries of
+the next one, and a bias of -inf hides them. All parts of a block are merged by their log-sum-exp.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
+from torch.nn.functional import pad
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK_ROWS = 512
@@ -92,7 +93,7 @@ class _Attention:
             if extra:
                 bias = bias.clone()
                 bias[:-1, :, :, step:] = -torch.inf
-            part, lse = self._attend(heads[segment], begin, step, bias)
+            part, lse = self._attend(heads[segment], begin, step, step + extra, bias)
             parts.append(part)
             lses.append(lse)
             biases.append(bias)
@@ -109,34 +110,37 @@ class _Attention:
         for segment, (begin, older) in enumerate(segments):
             missing, place = min(max(-older, 0), r), begin + max(older, 0)
             width = r - missing
-            bias = self.log_w[place : place + width].masked_fill(later[:width, :width], -torch.inf)
-            biases.append(torch.nn.functional.pad(bias, (0, 0, missing, 0), value=-torch.inf).view(1, 1, r, width))
+            log_w, bias = self.log_w[place : place + width], None
+            if log_w.any():  # padding of a question is hidden by a weight of 0
+                bias = log_w.masked_fill(later[:width, :width], -torch.inf)[None, None]
+            biases.append(None if bias is None else pad(bias, (0, 0, missing, 0), value=-torch.inf))
             if width:
                 seeing = rows[segment : segment + 1, :, missing:]
-                part, lse = self._attend(seeing, place, 0, bias[None, None])
+                part, lse = self._attend(seeing, place, 0, width, bias)
                 parts[segment, :, :, missing:] = part
                 lses[segment, :, :, missing:] = lse
         return parts, _with_hidden(lses, biases)
 
-    def _attend(self, rows: Tensor, place: int, step: int, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """torch's fused attention of rows [p g r d] over as many entries as ``bias`` [p or 1, 1, r or 1, c] has, the
-        next batch row's ``step`` entries further on."""
-        shape = (*rows.shape[:2], bias.shape[-1])
+    def _attend(self, rows: Tensor, place: int, step: int, size: int, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """torch's fused attention of rows [p g r d] to ``size`` entries, the next batch row's ``step`` entries further
+        on, with a bias [p or 1, 1, r or 1, size]; None is causal attention of as many rows, which computes half."""
+        shape = (*rows.shape[:2], size)
         keys, values = (
             buffer.as_strided((*shape, width), (step * width, 0, width, 1), first + place * width)
             for buffer, first, width in self.entries
         )
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            rows, keys, values, attn_mask=bias, scale=self.scaling
+            rows, keys, values, is_causal=bias is None, attn_mask=bias, scale=self.scaling
         )
 
 
-def _with_hidden(lse: Tensor, biases: list[Tensor]) -> Tensor:
+def _with_hidden(lse: Tensor, biases: Sequence[Tensor | None]) -> Tensor:
     """torch reports 0 for a row whose every entry is hidden; its log-sum-exp is -inf.
 
-    ``lse`` [s p g r] was computed with the biases, a segment's each, that spread over [p g r c].
+    ``lse`` [s p g r] was computed with the biases, a segment's each, that spread over [p g r c]; None hides no row.
     """
     if (lse == 0).any():
         for segment, bias in zip(lse, biases, strict=True):
-            segment.masked_fill_((bias == -torch.inf).all(-1).expand_as(segment), -torch.inf)
+            if bias is not None:
+                segment.masked_fill_((bias == -torch.inf).all(-1).expand_as(segment), -torch.inf)
     return lse
