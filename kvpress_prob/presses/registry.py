@@ -92,7 +92,7 @@ PRESSES: dict[str, Callable[[int | None], ProbabilisticPress]] = {
     "prob_learned": lambda seed: ProbabilisticPress(
         [
             Component(SurrogatePress(), learned_share, budget_weighting="score", proposal_temperature=0.25),
-            Component(MinVariancePress(prior="harmonic", max_rows=256)),
+            Component(MinVariancePress(prior="harmonic", max_rows=64)),
         ],
         max_weight=5.0,
         n_sink=4,

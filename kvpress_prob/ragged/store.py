@@ -35,8 +35,8 @@ is read once more in a hundred."""
 
 
 def initial_room(lengths: list[int]) -> int:
-    """Slack behind each segment of a new store: a sixteenth of the mean segment, between 4 and 32 entries."""
-    return min(max(sum(lengths) // (16 * len(lengths)), MIN_ROOM), MAX_ROOM)
+    """Slack behind each segment of a new store: an eighth of the mean segment, between 4 and 32 entries."""
+    return min(max(sum(lengths) // (8 * len(lengths)), MIN_ROOM), MAX_ROOM)
 
 
 @dataclass
