@@ -69,11 +69,17 @@ def shown(mask: Tensor, n: int, padding: list[int], context_length: int, appende
 
 
 def check_padding(mask: Any, padding: list[int], length: int) -> None:
-    """Refuse a mask [b, length] over a bounded cache that is not its own left padding; those of four dimensions are
-    looked at by the layers."""
+    """Refuse a mask [b, length] over a bounded cache that is not its own left padding. Those of four dimensions, and
+    dicts of such, are looked at by the layers, if they cover the whole length."""
     if mask is None and any(padding):
         raise NotImplementedError("attention_mask must be given over a compressed KV cache with left padding, got None")
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
+    if isinstance(mask, dict):
+        mask = mask.get("full_attention")
+    if not isinstance(mask, Tensor):
+        return
+    if mask.ndim != 2:
+        if mask.shape[-1] != length:
+            raise ValueError(f"attention_mask must cover {length} entries, got {tuple(mask.shape)}")
         return
     pads = torch.tensor(padding, device=mask.device)
     if mask.shape != (len(padding), length) or not torch.equal(

@@ -232,6 +232,9 @@ def test_a_mask_that_hides_what_was_read_is_refused(model, pad):
                 model(tokens(300)[:, 200:], past_key_values=cache, attention_mask=wrong)
         for one, two in zip(before, sample(cache), strict=True):
             assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+        short = torch.ones(1, 1, 100, 299, dtype=torch.bool).tril(199)
+        with pytest.raises(ValueError, match="attention_mask must cover 300 entries"):
+            model(tokens(300)[:, 200:], past_key_values=cache, attention_mask=short)
         assert cache.get_seq_length() == 200
         model(tokens(300)[:, 200:], past_key_values=cache, attention_mask=mask)
     assert cache.get_seq_length() == 300
