@@ -60,3 +60,15 @@ def cache_bytes(cache: Cache) -> int:
             storage = tensor.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
+
+
+def bytes_per_token(cache: Cache) -> int:
+    """Bytes of one more token's entries in every row, head and layer, weights included."""
+    total = 0
+    for layer in cache.layers:
+        if isinstance(layer, RaggedLayer):
+            total += len(layer.store.start) * layer.store.place_bytes
+        else:
+            dense = [it for it in (layer.keys, layer.values) if it is not None and it.numel()]
+            total += sum(it.nbytes // it.shape[2] for it in dense)
+    return total

@@ -13,7 +13,16 @@ from kvpress import KnormPress, ScorerPress
 from torch import Tensor
 from transformers import Cache
 
-from kvpress_prob.hf import AttentionInputs, CacheBudget, LayerPrefill, PoolSettings, RaggedLayer, cache_bytes, settle
+from kvpress_prob.hf import (
+    AttentionInputs,
+    CacheBudget,
+    LayerPrefill,
+    PoolSettings,
+    RaggedLayer,
+    bytes_per_token,
+    cache_bytes,
+    settle,
+)
 from kvpress_prob.hf.pool import MIN_LOG_AMOUNT, SCORES, score_newest
 from kvpress_prob.hf.settling import must_evict, set_limits
 from kvpress_prob.maths.proposals import check_finite, log_proposal, take_all_stratum
@@ -187,6 +196,7 @@ class Bounding:
             + after
             - sum(sum(t.untyped_storage().nbytes() for t in layer.store.tensors) for layer in layers),
             bytes_after=after,
+            bytes_per_token=bytes_per_token(cache),
             seed=pool.settings.seed,
             settings=f"{' + '.join(type(it.press).__name__ for it in self.components)}, {press.sampler}, "
             f"{press.correction}, {press.allocation}, bounded",

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from kvpress_prob.hf import CacheBudget, Prefill, ResamplingSettings, cache_bytes, compress_layer
+from kvpress_prob.hf import CacheBudget, Prefill, ResamplingSettings, bytes_per_token, cache_bytes, compress_layer
 from kvpress_prob.maths.draw import Draw, DrawSettings, Proposal, draw, groups_of
 from kvpress_prob.maths.importance import effective_sample_size
 from kvpress_prob.maths.random import streams
@@ -99,6 +99,7 @@ def compress(
         draws=draws,
         bytes_before=before,
         bytes_after=cache_bytes(prefill.cache),
+        bytes_per_token=bytes_per_token(prefill.cache),
         seed=seed,
         dropped_mass=dropped,
         settings=f"{scorers}, {settings.sampler}, {settings.correction}, {settings.allocation}",

@@ -10,7 +10,14 @@ from kvpress import BasePress, DecodingPress, DMSPress, DuoAttentionPress, Prefi
 from torch import Tensor
 from transformers import Cache, Gemma3ForConditionalGeneration, PreTrainedModel
 
-from kvpress_prob.hf import cache_bytes, enclosed_prefills, evict_hidden, full_attention_layers, take_hidden
+from kvpress_prob.hf import (
+    bytes_per_token,
+    cache_bytes,
+    enclosed_prefills,
+    evict_hidden,
+    full_attention_layers,
+    take_hidden,
+)
 from kvpress_prob.hf.observing import configured_attention
 from kvpress_prob.hf.supported import decoder_of
 from kvpress_prob.presses.probabilistic_press import ProbabilisticPress
@@ -125,6 +132,7 @@ class PhysicalPress(BasePress):
             draws=None,
             bytes_before=before,
             bytes_after=cache_bytes(cache),
+            bytes_per_token=bytes_per_token(cache),
             seed=None,
             settings=" of ".join(type(it).__name__ for it in _nested(press)) + ", hidden entries evicted",
         )

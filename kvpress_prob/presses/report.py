@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from kvpress_prob.ragged.store import MAX_GROWTH
+
 
 @dataclass(frozen=True)
 class CompressionReport:
@@ -25,6 +27,8 @@ class CompressionReport:
         Number of draws of every head; None for the systematic sampler.
     bytes_before, bytes_after : int
         Bytes of the whole cache, sliding-window layers included, measured on its storages.
+    bytes_per_token : int
+        Bytes that a further token adds to it in all, weights included.
     seed : int or None
         Seed of the draw: pass it as ``seed=`` to repeat it. None when nothing is drawn.
     dropped_mass : Float[Tensor, "layers b hkv"] or None
@@ -40,6 +44,7 @@ class CompressionReport:
     draws: Tensor | None
     bytes_before: int
     bytes_after: int
+    bytes_per_token: int
     seed: int | None
     dropped_mass: Tensor | None = None
     settings: str = field(default="", repr=False)
@@ -66,6 +71,12 @@ class CompressionReport:
         per_layer = sum(self.context_lengths) * self.kept.shape[2]
         return (1 - self.kept.sum((1, 2)).double() / per_layer).tolist()
 
+    def bytes_while_decoding(self, tokens: int) -> int:
+        """Most bytes that the cache holds after ``tokens`` further tokens of every row, where no ``CacheBudget`` holds
+        it: a store makes room for at most 256 entries a head at a time. While a layer grows, its old store is there
+        too."""
+        return self.bytes_after + (tokens + MAX_GROWTH) * self.bytes_per_token
+
     @property
     def effective_fraction(self) -> float:
         """Effective sample size of all heads' weights over the kept entries."""
@@ -90,7 +101,8 @@ class CompressionReport:
                 else ""
             ),
             f"  padded   {self.padded_ratio:.2f} times as many, if a layer had one length for all heads",
-            f"  memory   {self.bytes_before / 1e6:.2f} MB -> {self.bytes_after / 1e6:.2f} MB",
+            f"  memory   {self.bytes_before / 1e6:.2f} MB -> {self.bytes_after / 1e6:.2f} MB"
+            + f"; {self.bytes_per_token / 1e3:.2f} kB a further token",
             f"  weights  effective sample size {self.effective_fraction:.1%} of kept"
             + ("" if self.seed is None else f"; seed {self.seed}"),
         ]

@@ -106,6 +106,12 @@ class RaggedKV:
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors)
 
     @property
+    def place_bytes(self) -> int:
+        """Bytes of one place of the buffers."""
+        places = (self.keys, self.values, self.log_w, *self.columns.values())
+        return sum(it.element_size() * it[:1].numel() for it in places)
+
+    @property
     def tensors(self) -> list[Tensor]:
         """All of them."""
         return [self.keys, self.values, self.log_w, self.start, self.length, *self.columns.values()]

@@ -75,7 +75,7 @@ def test_attention_error(files, tmp_path, capsys):
     arguments = ["--tokens", "150", "--rows", "5", "--ratios", "0.3", "0.8", "--seeds", "2"]
     rows = run(attention_error, files, tmp_path, *arguments)
     drawn = [row for row in rows if row["draw"] is not None]
-    assert len(rows) == 2 * 2 * (2 + 2 * 12)
+    assert len(rows) == 2 * 2 * (2 + 2 * 13)
     assert {row["draw"] for row in drawn} == {0, 1}
     assert all(0 < row["relative"] < 10 and row["absolute"] > 0 for row in rows)
     by_press = {row["press"]: row["relative"] for row in rows if row["ratio"] == 0.8}

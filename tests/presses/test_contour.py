@@ -188,6 +188,6 @@ def test_kvzips_prompt_needs_a_tokenizer_and_its_own_skip():
 
 def test_padded_ratio_is_what_one_length_a_layer_would_hold():
     kept = torch.tensor([[[3, 1], [2, 2]], [[4, 0], [1, 5]]])  # [layers b hkv]
-    report = CompressionReport(0.5, [6, 6], [0, 1], kept, kept.double(), None, 0, 0, None)
+    report = CompressionReport(0.5, [6, 6], [0, 1], kept, kept.double(), None, 0, 0, 0, None)
     assert report.padded_ratio == (2 * (3 + 2) + 2 * (4 + 5)) / 18
     assert re.search(r"padded +1\.56", str(report))

@@ -31,6 +31,7 @@ from kvpress_prob import PhysicalPress, ProbabilisticPress
 from kvpress_prob.demo.comparison import demo_text
 from kvpress_prob.hf import RaggedLayer, cache_bytes
 from kvpress_prob.models.loading import load_pipeline
+from kvpress_prob.ragged.store import initial_room
 from tests.helpers.compare import dense, greedy
 from tests.helpers.evaluation import save_tiny_model
 from tests.helpers.models import build, tiny_gemma3, tiny_llama, tokens
@@ -123,8 +124,8 @@ def test_answers_are_the_masked_runs_and_memory_drops(model, name):
     assert 0.1 < report.achieved_ratio < 0.95
     entry = 2 * 16 * 4
     assert report.bytes_before >= 2 * 2 * 120 * entry
-    kept, slack = int(want_kept.sum()), 4 * 32
-    assert report.bytes_after == cache_bytes(cache) == (kept + slack) * (entry + 4) + 4 * 16
+    slack = sum(2 * initial_room(layer.flatten().tolist()) for layer in want_kept)
+    assert report.bytes_after == cache_bytes(cache) == (int(want_kept.sum()) + slack) * (entry + 4) + 4 * 16
     torch.testing.assert_close(model(question, past_key_values=cache).logits, logits, atol=1e-4, rtol=1e-4)
     assert torch.equal(greedy(model, cache, logits[:, -1:].argmax(-1), 20), chosen)
 
@@ -142,7 +143,8 @@ def test_on_the_demo_model(name):
     cache, press = DynamicCache(), PhysicalPress(MASKING[name]())
     assert demo(context, question=question, press=press, max_new_tokens=16, cache=cache)["answer"] == want
     assert press.report.achieved_ratio == pytest.approx(0.6, abs=0.01)
-    assert press.report.bytes_after == cache_bytes(cache) < 0.6 * press.report.bytes_before
+    assert press.report.bytes_after <= cache_bytes(cache) <= press.report.bytes_while_decoding(30)
+    assert press.report.bytes_after < 0.6 * press.report.bytes_before
 
 
 @torch.no_grad()
@@ -181,7 +183,8 @@ def test_kvpress_pipeline_with_several_questions(pipe, model, name):
     cache = DynamicCache()
     press = PhysicalPress(MASKING[name]())
     assert pipe(context, questions=questions, press=press, max_new_tokens=16, cache=cache)["answers"] == want
-    assert cache_bytes(cache) == press.report.bytes_after < press.report.bytes_before
+    assert press.report.bytes_after < press.report.bytes_before
+    assert press.report.bytes_after <= cache_bytes(cache) <= press.report.bytes_while_decoding(30)
     assert pipe(context, questions=questions[:1], press=press, max_new_tokens=16)["answers"] == want[:1]
 
 

@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from kvpress_prob import PRESSES, H2OPress, MinVariancePress, ProbabilisticPress, make_press
 from kvpress_prob.hf import RaggedLayer, cache_bytes
 from tests.helpers.compare import assert_equals_oracle, dense
-from tests.helpers.models import tiny_llama, tokens
+from tests.helpers.models import tiny_gemma3, tiny_llama, tokens
 from tests.helpers.oracle import biases_of
 
 
@@ -215,6 +215,24 @@ def test_report_adds_up(allocation):
     text = str(report)
     assert "target 0.3700" in text
     assert f"achieved {report.achieved_ratio:.4f}" in text
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [tiny_llama, tiny_gemma3])
+@pytest.mark.parametrize("ratio", [0.0, 0.5, 0.95])
+def test_the_report_bounds_the_bytes_of_every_later_moment(family, ratio):
+    """Scenario S39, seen by a user: a token at a time, a few at a time, and many at once."""
+    model, press = family().eval(), ProbabilisticPress(KnormPress(), ratio, seed=0)
+    cache = run(press, model=model, length=700)
+    report, generated = press.report, 0
+    entry = 2 * 2 * (2 * 16 * 4 + (4 if ratio else 0))
+    assert report.bytes_per_token == entry if family is tiny_llama else report.bytes_per_token > 0
+    assert f"{report.bytes_per_token / 1e3:.2f} kB a further token" in str(report)
+    for step in [1] * 40 + [7] * 40 + [500, 1, 1]:
+        model(tokens(step), past_key_values=cache)
+        generated += step
+        assert cache_bytes(cache) <= report.bytes_while_decoding(generated)
+    assert cache_bytes(cache) > report.bytes_while_decoding(0) or family is not tiny_llama
 
 
 def test_multinomial_report_has_one_number_of_draws():
