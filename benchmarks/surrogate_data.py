@@ -9,13 +9,14 @@ that they can be compressed and answered without another prefill. ``benchmarks.s
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 import torch
-from kvpress import KVPressTextGenerationPipeline
+from kvpress import KVgradPress, KVPressTextGenerationPipeline
 from torch import Tensor, nn
 from tqdm import tqdm
+from transformers import DynamicCache
 
 from kvpress_prob import Reconstruction
 from kvpress_prob.fitting.targets import read_window
@@ -25,11 +26,13 @@ from kvpress_prob.hf import decoder_of
 from kvpress_prob.models.loading import load_pipeline
 from kvpress_prob.sources import QueryRows
 
-STATISTICS = ("max", "max_output", "max_change", "rms", "mean", "l4", "group_mean")
+GRADIENT = "gradient"
+STATISTICS = ("max", "max_output", "max_change", "rms", "mean", "l4", "group_mean", GRADIENT)
 """Over the repeated rows ``p_j`` of the query heads of a group: the largest ``p_j(i)`` (``prob_best``), the largest
 ``p_j(i) |W_O v_i| / |x_j|`` (KVzip+), the largest change of an output ``p / (1 - p) |o_j - v_i|``, root mean square,
-mean, fourth root of the mean fourth power, and the mean over the heads of each head's largest. All but the last take
-the largest over the heads."""
+mean, fourth root of the mean fourth power, and the mean over the heads of each head's largest; all but that one take
+the largest over the heads. ``gradient`` is kvpress' KVgrad, of a replay of its own: attention times the norms of what
+the entry writes and of the gradient that arrives there."""
 
 
 class Statistics:
@@ -53,7 +56,7 @@ class Statistics:
         group, entries = heads // len(keys), keys.shape[1]
         hidden = torch.arange(entries) > torch.arange(entries - n, entries).unsqueeze(-1)
         output_weight: Any = self.layers[layer].o_proj.weight  # pyright: ignore[reportAttributeAccessIssue]
-        outputs, parts = [], {name: [] for name in STATISTICS if name != "group_mean"}
+        outputs, parts = [], {name: [] for name in STATISTICS if name not in ("group_mean", GRADIENT)}
         for head in range(heads):
             logits = rows.scaling * query[head] @ keys[head // group].T
             p = torch.softmax(logits.masked_fill_(hidden, -torch.inf), -1)
@@ -73,6 +76,26 @@ class Statistics:
         return torch.stack(outputs).unsqueeze(0)
 
 
+class Gradients(KVgradPress):
+    """kvpress' KVgrad of a whole context, which keeps its scores [layers hkv n] and evicts nothing."""
+
+    found: Tensor
+
+    def _perform_kvzip_compression(self, model: Any, tokenizer: Any) -> None:
+        self.prefix_length = 0  # of a chat's beginning, which windows do not have
+        super()._perform_kvzip_compression(model, tokenizer)
+
+    def compress_post(self, model: Any) -> None:
+        self.found = cast(Tensor, self.score_val)[:, 0].clone()
+
+    @classmethod
+    def of(cls, model: Any, ids: Tensor) -> Tensor:
+        press = cls(compression_ratio=0.5)
+        with press(model):
+            model.model(input_ids=ids.unsqueeze(0), past_key_values=DynamicCache())
+        return press.found
+
+
 @torch.inference_mode()
 def gather(model: Any, ids: Tensor, *, cache: bool) -> dict[str, Any]:
     """One context [n]: hidden states [layers n hidden] in half precision, scores [layers hkv n]."""
@@ -89,7 +112,8 @@ def gather(model: Any, ids: Tensor, *, cache: bool) -> dict[str, Any]:
         "ids": ids,
         "hidden": torch.stack([inputs.hidden[layer] for layer in layers]).half(),
         "reading": torch.stack([inputs.reading[layer] for layer in layers]).float(),
-        **{name: torch.stack([statistics.found[layer][name] for layer in layers]) for name in STATISTICS},
+        **{it: torch.stack([statistics.found[layer][it] for layer in layers]) for it in statistics.found[layers[0]]},
+        GRADIENT: Gradients.of(model, ids),
     }
     if cache:
         held: Any = inputs.prefill.cache.layers

@@ -6,6 +6,7 @@ Reads a folder of ``benchmarks.surrogate_data``, so that no table needs another 
     tokens      the same by the number of windows they were fitted on
     domains     R^2 of read-outs of one domain, and of all but one, on every domain and on the rows
     layers      a linear read-out and two layers of 512, at three layers
+    lengths     R^2 and recall of the model's own surrogate in longer contexts than it was fitted on (no folder)
     draws       scores of the rows when entries are drawn by a statistic of the pass, or by what predicts it
 
 Every fifth window is held out. Recall is that of the largest scores of all heads and layers of a context together.
@@ -25,11 +26,12 @@ from tqdm import tqdm
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from benchmarks.running import show, write
+from benchmarks.running import load, read_texts, show, write
 from benchmarks.surrogate_data import STATISTICS
 from kvpress_prob.examples.metrics import score_prediction
 from kvpress_prob.fitting.fit import HELD_OUT_EVERY, N_SINK, RIDGE
-from kvpress_prob.fitting.targets import LEAST
+from kvpress_prob.fitting.targets import LEAST, PREDICTS, read_window
+from kvpress_prob.fitting.targets import targets_of as targets_of_window
 from kvpress_prob.hf import Prefill, cache_bytes
 from kvpress_prob.maths.ridge import Moments, Readout, combined, moments, r_squared, solve_ridge, top_recall
 from kvpress_prob.models.loading import load_pipeline
@@ -37,8 +39,9 @@ from kvpress_prob.prefills.decoding import RowBatch, decode_batch
 from kvpress_prob.prefills.shared_prefill import Compressed, Costs, copied
 from kvpress_prob.presses import make_press
 from kvpress_prob.presses.scoring import LayerScores
+from kvpress_prob.sources import find_surrogate
 
-TARGETS = ("max", "max_output", "reading")
+TARGETS = ("max", "max_output", "gradient", "reading")
 ROWS = "rows"
 Row = dict[str, Any]
 
@@ -188,6 +191,30 @@ def trained(x: Tensor, y: Tensor, epochs: int = 12) -> nn.Module:
     return network
 
 
+@torch.inference_mode()
+def lengths(options: argparse.Namespace) -> list[Row]:
+    """Python's reference, chapter after chapter, to 1,024, 4,096 and 8,000 tokens."""
+    model, tokenizer = load(options.model)
+    surrogate = find_surrogate(model)
+    ids = tokenizer("\n\n".join(read_texts(None).values()), return_tensors="pt", verbose=False).input_ids[0]
+    rows = []
+    for n in options.lengths:
+        inputs = read_window(model, ids[:n])
+        targets = {layer: it[N_SINK:] for layer, it in targets_of_window(inputs).items()}
+        for output, name in enumerate(PREDICTS):
+            pairs = [
+                (surrogate.log_scores(layer, inputs.hidden[layer].unsqueeze(0), name)[0, :, N_SINK:],
+                 target.chunk(len(PREDICTS), -1)[output].mT)
+                for layer, target in targets.items()
+            ]  # fmt: skip
+            predicted, target = (torch.stack(it).flatten(0, 1) for it in zip(*pairs, strict=True))  # [layers*hkv n]
+            explained = 1 - (target - predicted).square().sum(-1) / (target - target.mean(-1, True)).square().sum(-1)
+            for fraction in (0.05, 0.1, 0.2, 0.5):
+                rows.append({"tokens": n, "output": name, "r2": float(explained.mean()), "top": fraction,
+                             "recall": top_recall(predicted, target, fraction)})  # fmt: skip
+    return rows
+
+
 def compressed(press: Any, lookup: Tensor, reading: Tensor, prefill: Prefill, ratio: float, seed: int) -> Compressed:
     """A copy of the cache drawn from scores [layers hkv t] in place of the press' two scorers'."""
     gathering = press.gathering(ratio)
@@ -247,25 +274,35 @@ def draws(options: argparse.Namespace) -> list[Row]:
     return rows
 
 
-TABLES = {"targets": targets, "tokens": tokens, "domains": domains, "layers": layers, "draws": draws}
+TABLES = {
+    "targets": targets,
+    "tokens": tokens,
+    "domains": domains,
+    "layers": layers,
+    "lengths": lengths,
+    "draws": draws,
+}
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("table", choices=list(TABLES))
-    parser.add_argument("folder", type=Path)
+    parser.add_argument("folder", type=Path, nargs="?", help="of benchmarks.surrogate_data; lengths needs none")
     parser.add_argument("--model", default="smollm2-demo")
     parser.add_argument("--ratios", type=float, nargs="+", default=[0.8, 0.9, 0.95])
     parser.add_argument("--lookups", nargs="+", choices=STATISTICS, default=list(STATISTICS), help="of draws")
     parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096, 8000], help="of lengths")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(argv)
+    if options.folder is None and options.table != "lengths":
+        parser.error(f"{options.table} needs a folder of benchmarks.surrogate_data")
     rows = TABLES[options.table](options)
     table = pd.DataFrame(rows)
     if options.table == "draws":
         table = table.pivot_table(index="lookup", columns="ratio", values="score", sort=False)
     show(options.table, table, 3)
-    options.text, options.folder = None, options.folder.name
+    options.text, options.folder = None, options.folder and options.folder.name
     write(options.output, rows, options)
 
 
