@@ -168,20 +168,23 @@ def ruler(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for example in tqdm(examples, unit="example"):
         entries = len(tokenizer(example.context, verbose=False).input_ids) // 5
         fifth = partial(budget, entries)
-        presses = {
-            "dense": None,
-            **{f"{name}, one draw": PRESSES[name](0.8, seed=arguments.seed) for name in arguments.press},
-            **{f"{name}, bounded": PRESSES[name](budget=fifth(256), seed=arguments.seed) for name in arguments.press},
-            "lookup, bounded, top-k": lookup(budget=fifth(256), sampler="top_k", correction="none"),
-            "snapkv, bounded, top-k": ProbabilisticPress(
-                SnapKVPress(), sampler="top_k", correction="none", allocation="head", n_sink=4, budget=fifth(256)
-            ),
-        }
-        for name, press in presses.items():
+        snapkv = ProbabilisticPress(
+            SnapKVPress(), sampler="top_k", correction="none", allocation="head", n_sink=4, budget=fifth(256)
+        )
+        presses: list[tuple[str, int | None, ProbabilisticPress | None]] = [("dense", None, None)]
+        for name in arguments.press:
+            for seed in range(arguments.seed, arguments.seed + arguments.seeds):
+                presses.append((f"{name}, one draw", seed, PRESSES[name](0.8, seed=seed)))
+                presses.append((f"{name}, bounded", seed, PRESSES[name](budget=fifth(256), seed=seed)))
+            top_k = PRESSES[name](budget=fifth(256), sampler="top_k", correction="none")
+            presses.append((f"{name}, bounded, top-k", None, top_k))
+        presses.append(("snapkv, bounded, top-k", None, snapkv))
+        for name, seed, press in presses:
             answer = pipe(example.context, question=example.question, answer_prefix=example.answer_prefix, press=press,
                           max_new_tokens=example.max_new_tokens)["answer"]  # fmt: skip
             score = score_prediction("ruler", example.task, answer, example.answers)
-            rows.append({"part": "ruler", "press": name, "task": example.task, "score": score, "answer": answer})
+            rows.append({"part": "ruler", "press": name, "seed": seed, "task": example.task, "example": example.name,
+                         "score": score, "answer": answer})  # fmt: skip
     return rows
 
 
@@ -283,6 +286,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, help="RULER rows")
     parser.add_argument("--tasks", nargs="+", help="of RULER (default: all)")
     parser.add_argument("--examples", type=int, default=2, help="of each task")
+    parser.add_argument("--seeds", type=int, default=3, help="of each draw")
     parser.add_argument("--conversations", type=int, default=4)
     parser.add_argument("--long", type=int, default=200_000, help="tokens of the tiny model")
     arguments = parser.parse_args(argv)

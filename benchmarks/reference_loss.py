@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
     show(
         f"dense: {frame.loc[frame['press'] == NO_PRESS, 'loss'].mean():.3f} nats a token; loss over it", tabulate(frame)
     )
-    write(arguments.output, rows, argparse.Namespace(**vars(arguments) | {"data": arguments.data.name}))
+    write(arguments.output, rows, arguments)
 
 
 if __name__ == "__main__":

@@ -91,7 +91,11 @@ def write(output: Path | None, rows: list[dict[str, Any]], arguments: argparse.N
     if output is None:
         return
     environment = {
-        "settings": {name: value for name, value in vars(arguments).items() if name not in ("text", "output")},
+        "settings": {
+            name: value.name if isinstance(value, Path) else value
+            for name, value in vars(arguments).items()
+            if name not in ("text", "output")
+        },
         "texts": {name: text_hash(text) for name, text in read_texts(arguments.text).items()},
         "versions": versions(),
         "git_commit": git_commit(),

@@ -302,7 +302,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.table == "draws":
         table = table.pivot_table(index="lookup", columns="ratio", values="score", sort=False)
     show(options.table, table, 3)
-    options.text, options.folder = None, options.folder and options.folder.name
+    options.text = None
     write(options.output, rows, options)
 
 

@@ -19,7 +19,7 @@ from benchmarks import (
     text_fidelity,
 )
 from kvpress_prob.records import to_line
-from tests.helpers.evaluation import save_tiny_model
+from tests.helpers.evaluation import ruler_rows, save_tiny_model, write_rows
 from tests.helpers.records import made_up_run
 
 FILLER = "The quick brown fox number {} jumps over the lazy dog while wizards brew tea. "
@@ -69,6 +69,20 @@ def test_bounded(files, tmp_path, capsys):
     assert rows[1]["tokens"] == 3072
     assert 0.9 < rows[1]["last_over_first_bytes"] < 1.1
     assert "over_budget_and_chunk" in capsys.readouterr().out
+
+
+def test_bounded_answers(files, tmp_path, capsys):
+    """Every press answers every row; the record names the data, not where it lies."""
+    data = write_rows(tmp_path / "rows.jsonl", ruler_rows(2, characters=400))
+    arguments = ["--press", "reading", "--data", str(data), "--tasks", "niah_single_1", "--seeds", "2"]
+    rows = run(bounded, files, tmp_path, "--parts", "ruler", *arguments)
+    wanted = [("dense", None)] + 2 * [("reading, one draw", 0), ("reading, bounded", 0)]
+    wanted += [("reading, bounded, top-k", None), ("snapkv, bounded, top-k", None)]
+    got = [(row["press"], 0 if row["seed"] == 1 else row["seed"]) for row in rows]
+    assert got == wanted
+    assert all(0 <= row["score"] <= 100 and row["task"] == "niah_single_1" for row in rows)
+    assert rows[0]["settings"]["data"] == "rows.jsonl"
+    assert "niah_single_1" in capsys.readouterr().out
 
 
 def test_attention_error(files, tmp_path, capsys):
