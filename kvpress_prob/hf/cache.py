@@ -115,7 +115,9 @@ class RaggedLayer(CacheLayerMixin):
                 "compress the context again, or use a larger CacheBudget"
             )
         n = key_states.shape[2]
-        self.store = self.store.with_room(n)
+        # Under a budget no more room than until the next sampling.
+        growth = None if self.resampler is None else self.resampler.settings.budget.interval
+        self.store = self.store.with_room(n, growth)
         dtype = self.store.keys.dtype  # autocast may have it otherwise
         append(self.store, key_states.to(dtype), value_states.to(dtype))
         if self.pool is not None:

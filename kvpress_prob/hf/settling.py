@@ -42,10 +42,8 @@ def pool_of(layer: RaggedLayer) -> Pool:
     return layer.pool
 
 
-def settle(
-    layers: Sequence[RaggedLayer], shares: Sequence[float], amounts: Sequence[Sequence[Tensor | None]], room: int
-) -> bool:
-    """Keep the layers of one cache to their budget.
+def settle(layers: Sequence[RaggedLayer], shares: Sequence[float], amounts: Sequence[Sequence[Tensor | None]]) -> bool:
+    """Keep the layers of one cache to their budget; what is left has room for ``interval`` tokens.
 
     Parameters
     ----------
@@ -56,8 +54,6 @@ def settle(
     amounts : sequence of sequence of Float[Tensor, "n"] or None
         By layer and component: log amounts of the layer's ``store.entries()`` for a component whose scores change, inf
         for entries that are kept for certain; None for the others, whose scores are in the store.
-    room : int
-        Entries that fit behind each segment afterwards.
 
     Returns
     -------
@@ -104,7 +100,7 @@ def settle(
         sizes = [len(place) for place in places]
         parts = zip(kept.split(sizes), log_w.split(sizes), scores.split(sizes, -1), strict=True)
         for layer, place, part in zip(layers, places, parts, strict=True):
-            _pack(layer, place, *part, room)
+            _pack(layer, place, *part)
     return evicted
 
 
@@ -160,12 +156,12 @@ def _known(scores: Tensor, segment: Tensor, segments: int) -> Tensor:
     return torch.where(missing, (total / number.clamp(min=1))[segment], scores)
 
 
-def _pack(layer: RaggedLayer, place: Tensor, kept: Tensor, log_w: Tensor, scores: Tensor, room: int) -> None:
+def _pack(layer: RaggedLayer, place: Tensor, kept: Tensor, log_w: Tensor, scores: Tensor) -> None:
     """Evict in one layer; its dense copy is gone before the next layer's is made."""
     store, pool = layer.store, pool_of(layer)
     store.log_w[place] = log_w.to(place.device).float() + store.columns[EXTRA][place]
     store.columns[SCORES][place] = scores.T.to(place.device).float()
-    layer.store = store.keep(kept.to(place.device), room)
+    layer.store = store.keep(kept.to(place.device), pool.settings.budget.interval)
     pool.evicted = True
     joined = max(pad + boundary for pad, boundary in zip(layer.padding, pool.boundary, strict=True))
     layer.become_context(max(joined, layer.context_length))  # answers are sampled again whole, beyond the pool

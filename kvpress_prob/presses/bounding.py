@@ -123,10 +123,9 @@ class Bounding:
 
     def end(self, model: Any, cache: Cache, layers: list[RaggedLayer], tokens: int) -> None:
         """Evict, and write the press' report."""
-        settings = cast(Any, layers[0].pool).settings
         length = layers[0].get_seq_length()
         shares = shares_of(self.components, self._ratio(length))
-        evicted = settle(layers, shares, self.amounts, max(tokens, settings.budget.interval))
+        evicted = settle(layers, shares, self.amounts)
         if evicted or tokens > 1 or self.press.report is None:
             set_limits(layers)
             self.press.report = self._report(cache, layers)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from kvpress_prob.maths.arguments import check_integer
 from kvpress_prob.ragged.store import MAX_GROWTH
 
 
@@ -74,7 +75,8 @@ class CompressionReport:
     def bytes_while_decoding(self, tokens: int) -> int:
         """Most bytes that the cache holds after ``tokens`` further tokens of every row, where no ``CacheBudget`` holds
         it: a store makes room for at most 256 entries a head at a time. While a layer grows, its old store is there
-        too."""
+        too. Raises ``ValueError`` unless ``tokens`` is an integer >= 0."""
+        check_integer("tokens", tokens, 0)
         return self.bytes_after + (tokens + MAX_GROWTH) * self.bytes_per_token
 
     @property

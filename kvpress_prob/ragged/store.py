@@ -182,14 +182,16 @@ class RaggedKV:
             row_starts=starts[:: max(len(lengths) // batch, 1)],
         )
 
-    def with_room(self, n: int) -> "RaggedKV":
-        """This store if ``n`` more entries fit behind each segment, else a copy with room for many more."""
+    def with_room(self, n: int, growth: int | None = None) -> "RaggedKV":
+        """This store if ``n`` more entries fit behind each segment, else a copy with room for them, and for ``growth``
+        at least: by default a quarter of the mean segment, between 64 and 256."""
         if n <= self.room:
             return self
         # Room is put in behind every segment without asking the device for a length.
         segments, capacity = len(self.start), len(self.log_w)
-        growth = int(GROWTH * (capacity - segments * self.room) / segments)
-        room = max(n, min(max(growth, MIN_GROWTH), MAX_GROWTH))
+        if growth is None:
+            growth = min(max(int(GROWTH * (capacity - segments * self.room) / segments), MIN_GROWTH), MAX_GROWTH)
+        room = max(n, growth)
         more = room - self.room
         device = self.start.device
         place = torch.arange(capacity, device=device)

@@ -258,6 +258,17 @@ def test_no_pass_ends_above_the_budget(model, scorer, allocation):
     assert all((layer.store.length >= 2 + 8).all() for layer in cache.layers)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("size", [1, 50, 400])
+def test_no_room_is_left_of_a_chunk(model, size):
+    """However large the chunks, a head holds its entries and room for the tokens until the next sampling."""
+    press = bounded()
+    cache = read(model, press, tokens(400), size)
+    places = sum(len(layer.store.log_w) for layer in cache.layers)
+    assert places <= 4 * (BUDGET.max_entries + BUDGET.interval)
+    assert press.report.bytes_after == cache_bytes(cache) < press.report.bytes_before / 2
+
+
 def test_below_the_budget_nothing_is_evicted_and_answers_are_the_dense_ones(model):
     ids = tokens(80)
     cache = read(model, bounded(), ids, 16)

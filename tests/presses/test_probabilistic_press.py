@@ -233,6 +233,8 @@ def test_the_report_bounds_the_bytes_of_every_later_moment(family, ratio):
         generated += step
         assert cache_bytes(cache) <= report.bytes_while_decoding(generated)
     assert cache_bytes(cache) > report.bytes_while_decoding(0) or family is not tiny_llama
+    with pytest.raises(ValueError, match="tokens must be an integer >= 0, got -1"):
+        report.bytes_while_decoding(-1)
 
 
 def test_multinomial_report_has_one_number_of_draws():
