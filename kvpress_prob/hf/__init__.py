@@ -11,7 +11,7 @@ from kvpress_prob.hf.enclosing import (
     take_hidden,
 )
 from kvpress_prob.hf.observing import AttentionInputs, attention_inputs
-from kvpress_prob.hf.packing import bytes_per_token, cache_bytes, compress_layer
+from kvpress_prob.hf.packing import bytes_of, bytes_per_token, cache_bytes, compress_layer
 from kvpress_prob.hf.passes import batch_row, continued, next_logits, one_more, repeated, second_pass
 from kvpress_prob.hf.pool import PoolSettings
 from kvpress_prob.hf.prefill import LayerPrefill, Prefill, Upcoming
@@ -34,6 +34,7 @@ __all__ = [
     "attention_inputs",
     "batch_row",
     "bound_passes",
+    "bytes_of",
     "bytes_per_token",
     "cache_bytes",
     "compress_layer",

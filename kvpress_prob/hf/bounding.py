@@ -124,6 +124,8 @@ class _Session:
         calls = [given]
         if self.budget.chunk_size is not None:
             calls = pieces(given, self.budget.chunk_size, lambda: DynamicCache(config=self.model.config))
+        if len(calls) > 1:
+            self._state(given)  # a mask that a late chunk would refuse is refused now
         output = None
         with _shown(self.budget.progress, sum(_tokens(call) for call in calls), len(calls) > 1) as read:
             for call in calls:
@@ -136,12 +138,9 @@ class _Session:
             return self.own_forward(**given)
         cache = given.get("past_key_values")
         watcher = self.start()
-        ragged = [layer for layer in ([] if cache is None else cache.layers) if isinstance(layer, RaggedLayer)]
-        bounded = [layer for layer in ragged if layer.pool is not None]
+        bounded, valid = self._state(given)
         settings = watcher.settings(cast(Pool, bounded[0].pool).settings if bounded else None)
-        if bounded:
-            check_padding(given.get("attention_mask"), bounded[0].padding, bounded[0].get_seq_length() + _tokens(given))
-        self.of_thread.running = running = _Pass(watcher, settings, validity_after(given, cache), _tokens(given))
+        self.of_thread.running = running = _Pass(watcher, settings, valid, _tokens(given))
         try:
             # In a plain cache, sliding layers may hold everything: their masks are made by the sizes of these layers.
             if cache is not None and all(layer in bounded or layer.is_sliding for layer in cache.layers):
@@ -156,6 +155,16 @@ class _Session:
             self.of_thread.running = None
             for layer in (*bounded, *running.layers):
                 layer.watched = False
+
+    @staticmethod
+    def _state(given: dict[str, Any]) -> tuple[list[RaggedLayer], Tensor | None]:
+        """The bounded layers that a call finds, and the validity [b, t] of all tokens after it; checks its mask."""
+        cache = given.get("past_key_values")
+        ragged = [layer for layer in ([] if cache is None else cache.layers) if isinstance(layer, RaggedLayer)]
+        bounded = [layer for layer in ragged if layer.pool is not None]
+        if bounded:
+            check_padding(given.get("attention_mask"), bounded[0].padding, bounded[0].get_seq_length() + _tokens(given))
+        return bounded, validity_after(given, cache)
 
     def attend(
         self, module: nn.Module, inputs: AttentionInputs | None, key: Any, value: Any, mask: Tensor | None
@@ -197,8 +206,6 @@ class _Session:
         layer = cache.layers[index]
         described = {**kwargs, "attention_inputs": inputs}
         if isinstance(layer, RaggedLayer):
-            if layer.pool is None:
-                layer.start_pool(running.settings, index)
             keys, values = layer.store.newest(n)
         else:
             keys, values = layer.keys[:, :, -n:], layer.values[:, :, -n:]
@@ -210,6 +217,7 @@ class _Session:
             compress_layer(cache, index, kept, torch.zeros(kept.shape, device=keys.device), padding)
             layer = cast(RaggedLayer, cache.layers[index])
             layer.become_context(max(padding))
+        if layer.pool is None:
             layer.start_pool(running.settings, index)
             cast(Any, layer.resampler).remember(inputs.query, layer.appended)
         layer.watched = True

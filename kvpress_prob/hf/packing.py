@@ -1,6 +1,7 @@
 """From a dense cache to a compressed one, and how many bytes either holds."""
 
-from typing import cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 from torch import Tensor
 from transformers import Cache
@@ -46,8 +47,13 @@ def compress_layer(
 def cache_bytes(cache: Cache) -> int:
     """Bytes that the cache's tensors hold, measured on their storages; a storage that several tensors share counts
     once."""
+    return bytes_of(cache.layers)
+
+
+def bytes_of(layers: Sequence[Any]) -> int:
+    """``cache_bytes`` of some layers."""
     storages: dict[int, int] = {}
-    for layer in cache.layers:
+    for layer in layers:
         if isinstance(layer, RaggedLayer):
             tensors = list(layer.store.tensors)
             if layer.pool is not None:

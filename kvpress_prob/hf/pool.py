@@ -45,6 +45,8 @@ class PoolSettings:
     uniform : tuple of bool
         Whether a component draws from every head alike (``budget_weighting="uniform"``).
     seed : int
+    scorers : str
+        What the scores are: another press' scores and thresholds cannot be compared with them.
     """
 
     budget: CacheBudget
@@ -55,6 +57,7 @@ class PoolSettings:
     changing: tuple[bool, ...]
     uniform: tuple[bool, ...]
     seed: int
+    scorers: str
 
     @property
     def top_k(self) -> bool:

@@ -159,6 +159,12 @@ def _resampled(state: PoolState, settings: PoolSettings, shares: Sequence[float]
     if not settings.top_k:
         passed = torch.where(changing, state.log_u < state.scores, state.scores - state.log_u > before)
     kept, tau = largest(log_priorities(scaled, state.log_u, passed), group, capacity * heads_of)
+    if bool((tau == torch.inf).any()):
+        protected = int((scaled == torch.inf).any(0).sum())
+        raise ValueError(
+            f"protected entries alone exceed the budget, {protected} against {int(capacity * heads_of.sum())}: protect "
+            "fewer (the scorer's marks, window or sinks) or raise max_entries"
+        )
     exceeded = tau > -torch.inf
     cut = torch.where(exceeded, tau, 0)[group]
     now = torch.where(changing & exceeded[group], torch.minimum(state.scores, scaled - cut), state.scores)

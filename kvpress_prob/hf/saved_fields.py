@@ -31,9 +31,10 @@ _KINDS = ("compressed", "dense", "sliding")
 _STRING = ("a string", lambda it: isinstance(it, str))
 _FLAG = ("true or false", lambda it: isinstance(it, bool))
 _SEED = ("an integer", lambda it: type(it) is int)
+_MAYBE_SEED = ("an integer or null", lambda it: it is None or type(it) is int)
 _POSITIVE = ("a number > 0", lambda it: type(it) in (int, float) and it > 0)
 
-_REPORT = {"settings": _STRING, "target_ratio": _number(0, 1), "achieved_ratio": _number(0, 1), "seed": _SEED}
+_REPORT = {"settings": _STRING, "target_ratio": _number(0, 1), "achieved_ratio": _number(0, 1), "seed": _MAYBE_SEED}
 _COMPRESSED = {
     "batch": _whole(1),
     "context_length": _whole(0),
@@ -72,6 +73,7 @@ _POOL = {
     "changing": _FLAGS,
     "uniform": _FLAGS,
     "seed": _SEED,
+    "scorers": _STRING,
 }
 
 

@@ -36,6 +36,13 @@ def must_evict(layer: RaggedLayer) -> bool:
     )
 
 
+def left_of(layer: RaggedLayer) -> int:
+    """Entries that a head of the first row keeps of those it holds, if all heads keep as many."""
+    settings, boundary = pool_of(layer).settings, boundaries(layer)[0]
+    whole = layer.get_seq_length() - layer.padding[0] - boundary
+    return settings.n_sink + (settings.capacity(boundary) or 0) + whole
+
+
 def pool_of(layer: RaggedLayer) -> Pool:
     if layer.pool is None:
         raise TypeError("a layer of a bounded cache must have a pool")

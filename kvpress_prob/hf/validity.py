@@ -57,8 +57,14 @@ def validity_after(given: dict[str, Any], cache: Any) -> Tensor | None:
         valid = (mask if mask.dtype == torch.bool else mask == 0)[:, 0, -1].expand(b, t)
     else:
         raise NotImplementedError(f"attention_mask must have shape {(b, t)} or {(b, 1, n, t)}, got {shape}")
-    if not valid[:, -1].all() or (valid[:, :-1] & ~valid[:, 1:]).any():
+    if (valid[:, :-1] & ~valid[:, 1:]).any():
         raise NotImplementedError("attention_mask of a prefill must be left padding: zeros, then ones, in every row")
+    if not valid[:, -1].all():
+        row = int(valid[:, -1].int().argmin())
+        raise NotImplementedError(
+            f"left padding must end in the first pass over a bounded cache, got row {row}, of which all {t} tokens of "
+            "the pass are padding: read larger chunks"
+        )
     return valid
 
 

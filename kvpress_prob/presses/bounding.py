@@ -5,7 +5,8 @@ in. Scores that do (what the newest queries attend to) are computed for everythi
 to go: this package's from the newest queries and the weighted entries, others by their own rule over what is held.
 """
 
-from dataclasses import replace
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,96 +16,51 @@ from transformers import Cache
 
 from kvpress_prob.hf import (
     AttentionInputs,
-    CacheBudget,
     LayerPrefill,
     PoolSettings,
     RaggedLayer,
+    bytes_of,
     bytes_per_token,
     cache_bytes,
     settle,
 )
 from kvpress_prob.hf.pool import MIN_LOG_AMOUNT, SCORES, score_newest
-from kvpress_prob.hf.settling import must_evict, set_limits
+from kvpress_prob.hf.settling import left_of, must_evict, set_limits
 from kvpress_prob.maths.proposals import check_finite, log_proposal, take_all_stratum
-from kvpress_prob.presses.attention_press import AttentionPress
+from kvpress_prob.presses.bounded_settings import kept_for_certain, pool_settings, reads_rows
 from kvpress_prob.presses.component import Component, shares_of
-from kvpress_prob.presses.h2o_press import H2OPress
-from kvpress_prob.presses.kvpress_scorers import score_rule
 from kvpress_prob.presses.min_variance_press import MinVariancePress
 from kvpress_prob.presses.report import CompressionReport
-from kvpress_prob.sources import PassSource, PrefillRows
 
 
-def _reads_rows(press: ScorerPress) -> bool:
-    """Scorers of this package that read query rows of whatever entries they are given."""
-    if isinstance(press, AttentionPress):
-        return isinstance(press.source, PrefillRows) and press.heads == "group"
-    return isinstance(press, MinVariancePress | H2OPress)
+class BoundedBlock:
+    """What the passes of one block share. Call it for the next one."""
 
+    def __init__(self, press: Any):
+        self.press = press
+        self.certain = kept_for_certain(press)
+        self.unreported: Callable[[], CompressionReport] | None = None
 
-def check_budget(press: Any) -> None:
-    """Raise ``ValueError`` for parameters of a ``ProbabilisticPress`` that a bounded cache has no use for."""
-    budget: CacheBudget = press.budget
-    certain = budget.interval + budget.room + max(budget.queries, press.n_recent) + press.n_sink
-    if budget.max_entries is not None and budget.max_entries <= certain:
-        raise ValueError(
-            f"budget.max_entries must be more than interval + room + the larger of queries and n_recent + n_sink = "
-            f"{certain}, got {budget.max_entries}"
-        )
-    if budget.start == "decoding":
-        return
-    if press.measure_dropped_mass:
-        raise ValueError("measure_dropped_mass must be False with a budget: the dense cache is never there")
-    if press.entries_per_head is not None:
-        raise ValueError(f"entries_per_head must be None with a budget's max_entries, got {press.entries_per_head}")
-    if budget.max_entries is None and not press.compression_ratio:
-        raise ValueError("budget must have max_entries, or the press a compression_ratio > 0, got neither")
-    if press.sampler == "multinomial":
-        raise ValueError("sampler must be 'systematic' (drawn by priority) or 'top_k' with a budget, got 'multinomial'")
-    lasting = all(component.rule.never_changes for component in press.components)
-    if lasting and not press.compression_ratio and any(callable(component.share) for component in press.components):
-        raise ValueError(
-            "compression_ratio must be given with a budget, scores that never change and a share that depends on it: "
-            "shares are fixed when the budget is first exceeded"
-        )
-    for component in press.components:
-        scorer = component.press
-        if isinstance(scorer, AttentionPress) and isinstance(scorer.source, PassSource):
-            raise ValueError(
-                f"{type(scorer.source).__name__} needs the finished prefill, which a bounded cache never holds: use "
-                "SurrogatePress, which predicts its scores, or a scorer that reads the prefill's own rows"
-            )
-        if press.uniform_mix and score_rule(scorer).never_changes:
-            raise ValueError(
-                f"uniform_mix must be 0 with a budget and scores that never change ({type(scorer).__name__}), "
-                f"got {press.uniform_mix}"
-            )
+    def __call__(self) -> "Bounding":
+        return Bounding(self)
+
+    def end(self) -> None:
+        """Bring the press' report up to date with tokens that came one by one."""
+        if self.unreported is not None:
+            self.press.report = self.unreported()
 
 
 class Bounding:
     """State of one pass under a ``ProbabilisticPress`` with a budget (a ``PassWatcher``)."""
 
-    def __init__(self, press: Any):
+    def __init__(self, block: BoundedBlock):
+        self.block, press = block, block.press
         self.press = press
         self.components: list[Component] = press.components
         self.amounts: list[list[Tensor | None]] = []
 
     def settings(self, known: PoolSettings | None) -> PoolSettings:
-        press, budget = self.press, self.press.budget
-        seed = torch.Generator().seed() if press.seed is None else press.seed
-        settings = PoolSettings(
-            budget=replace(budget, chunk_size=None, progress=False),
-            draw=press.draw_settings,
-            compression_ratio=press.compression_ratio,
-            n_sink=press.n_sink,
-            n_recent=max(press.n_recent, budget.queries),
-            changing=tuple(not component.rule.never_changes for component in self.components),
-            uniform=tuple(component.budget_weighting == "uniform" for component in self.components),
-            seed=int(seed) % 2**64 if known is None else known.seed,
-        )
-        if known is not None and settings != known:
-            raise ValueError(f"past_key_values is bounded by another budget or press: it has {known}, got {settings}")
-        return settings
+        return pool_settings(self.press, self.block.certain, known)
 
     def layer(self, layer: RaggedLayer, new: LayerPrefill) -> None:
         """Score the new tokens, and everything that is held where scores change and something has to go."""
@@ -128,23 +84,29 @@ class Bounding:
         evicted = settle(layers, shares, self.amounts)
         if evicted or tokens > 1 or self.press.report is None:
             set_limits(layers)
-            self.press.report = self._report(cache, layers)
+            self.press.report, self.block.unreported = self._report(cache, layers), None
+        else:
+            self.block.unreported = partial(self._report, cache, layers)
 
     def _ratio(self, length: int) -> float:
         """The compression ratio that shares are asked for: the press' own, or what the budget is by now."""
-        budget = self.press.budget
-        if self.press.compression_ratio or budget.max_entries is None:
-            return self.press.compression_ratio
-        return max(0.0, 1 - budget.max_entries / max(length, 1))
+        return self.press.compression_ratio or self._target(length)
+
+    def _target(self, length: int) -> float:
+        """The compression ratio that the budget is by now."""
+        most = self.press.budget.max_entries
+        return self.press.compression_ratio if most is None else max(0.0, 1 - most / max(length, 1))
 
     def _amounts(self, component: Component, layer: RaggedLayer, new: LayerPrefill) -> Tensor:
         """Log amounts [n] of everything that a layer holds, inf for what the scorer protects."""
         store = layer.store
         query = cast(Tensor, cast(Any, layer.resampler).queries)
         keys, values, log_w, valid = store.aligned()
+        # A half more: scorers round the number of entries that are left down.
+        component.press.compression_ratio = 1 - min((left_of(layer) + 0.5) / keys.shape[1], 1)
         n = new.hidden_states.shape[1]
         protected, scores_are = torch.zeros_like(valid), component.rule.scores_are
-        if _reads_rows(component.press):
+        if reads_rows(component.press):
             scores = _row_scores(component.press, new, query, keys, values, log_w, valid)
         elif new.keys.shape[2] > max(query.shape[2] - 1, getattr(component.press, "window_size", 0)):
             # Places without an entry repeat their head's first one.
@@ -181,20 +143,16 @@ class Bounding:
         kept = torch.stack([layer.store.length.view(layer.store.batch, -1).cpu() for layer in layers])
         effective = torch.stack([_effective(layer).cpu() for layer in layers])
         length, pool = layers[0].get_seq_length(), cast(Any, layers[0].pool)
-        after = cache_bytes(cache)
-        dense = sum(layer.get_seq_length() * layer.store.batch * layer.store.kv_heads * _entry_bytes(layer)
-                    for layer in layers)  # fmt: skip
+        dense = sum(length * len(layer.store.start) * _entry_bytes(layer) for layer in layers)
         return CompressionReport(
-            target_ratio=self._ratio(length),
+            target_ratio=self._target(length),
             context_lengths=[length - padding for padding in layers[0].padding],
             layers=[cast(Any, layer.pool).layer for layer in layers],
             kept=kept,
             effective=effective,
             draws=None,
-            bytes_before=dense
-            + after
-            - sum(sum(t.untyped_storage().nbytes() for t in layer.store.tensors) for layer in layers),
-            bytes_after=after,
+            bytes_before=dense + bytes_of([it for it in cache.layers if not isinstance(it, RaggedLayer)]),
+            bytes_after=cache_bytes(cache),
             bytes_per_token=bytes_per_token(cache),
             seed=pool.settings.seed,
             settings=f"{' + '.join(type(it.press).__name__ for it in self.components)}, {press.sampler}, "

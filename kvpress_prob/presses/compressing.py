@@ -63,6 +63,7 @@ def compress(
     if any(ratios) and not prefill.layers:
         name = type(prefill.model).__name__
         warnings.warn(f"every layer of {name} has a sliding window: nothing is evicted", stacklevel=2)
+    draws_numbers = any(ratios) and gathered is not None and bool(prefill.layers) and settings.sampler != "top_k"
     if not any(ratios) or gathered is None or not prefill.layers:
         kept, effective, draws, dropped = _everything(prefill, lengths), None, None, None
         if decoding is not None:
@@ -100,7 +101,7 @@ def compress(
         bytes_before=before,
         bytes_after=cache_bytes(prefill.cache),
         bytes_per_token=bytes_per_token(prefill.cache),
-        seed=seed,
+        seed=seed if draws_numbers or decoding is not None else None,
         dropped_mass=dropped,
         settings=f"{scorers}, {settings.sampler}, {settings.correction}, {settings.allocation}",
     )

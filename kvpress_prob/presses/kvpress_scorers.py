@@ -6,7 +6,8 @@ settings. ``docs/proposals.md`` is written from this table.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 from kvpress import (
@@ -52,6 +53,8 @@ class ScoreRule:
         For the documentation.
     never_changes : bool
         Whether an entry's score depends on the entry alone, so that what comes later cannot change it.
+    whole : bool
+        Whether the scorer can only be asked about a whole prefill.
     """
 
     scores_are: ScoresAre | None = None
@@ -59,6 +62,7 @@ class ScoreRule:
     ends: Ends | None = None
     note: str = ""
     never_changes: bool = False
+    whole: bool = False
 
 
 def _nothing(press: Any, t: int) -> tuple[int, int]:
@@ -84,7 +88,9 @@ KVPRESS_SCORERS: dict[type[ScorerPress], ScoreRule] = {
         ends=lambda press, t: (press.n_sink, 0),
         note="sinks are protected; weights relative to a head's largest",
     ),
-    CompactorPress: ScoreRule("logits", False, _compactor_ends, "both ends are protected; z-scores of a layer"),
+    CompactorPress: ScoreRule(
+        "logits", False, _compactor_ends, "both ends are protected; z-scores of a layer", whole=True
+    ),
     CURPress: ScoreRule("weights", ends=lambda press, t: (press.num_sinks, 0), note="sinks are protected"),
     ExpectedAttentionPress: _WEIGHTS_AND_SINKS,
     KeyDiffPress: ScoreRule("logits", False, _nothing, "minus cosines"),
@@ -93,11 +99,11 @@ KVPRESS_SCORERS: dict[type[ScorerPress], ScoreRule] = {
     LagKVPress: ScoreRule(
         "weights", False, _lag_ends, "sinks and the last, incomplete partitions are protected; ranks of a partition"
     ),
-    LeverageScorePress: ScoreRule("logits", False, _nothing, "z-scores of a layer"),
-    NonCausalAttnPress: ScoreRule("logits", False, _nothing, "z-scores of a layer"),
-    ObservedAttentionPress: ScoreRule("weights", True, _nothing, "needs attn_implementation='eager'"),
+    LeverageScorePress: ScoreRule("logits", False, _nothing, "z-scores of a layer", whole=True),
+    NonCausalAttnPress: ScoreRule("logits", False, _nothing, "z-scores of a layer", whole=True),
+    ObservedAttentionPress: ScoreRule("weights", True, _nothing, "needs attn_implementation='eager'", whole=True),
     QFilterPress: ScoreRule("logits", False, _nothing, "dot products with a filter", never_changes=True),
-    RandomPress: ScoreRule("weights", True, _nothing, "uniform random numbers as weights", never_changes=True),
+    RandomPress: ScoreRule("weights", True, _nothing, "uniform random numbers as weights"),
     SnapKVPress: ScoreRule("weights", ends=lambda press, t: (0, press.window_size), note="the window is protected"),
     StreamingLLMPress: ScoreRule(
         "weights",
@@ -136,7 +142,20 @@ def score_rule(press: ScorerPress, scores_are: ScoresAre | None = None) -> Score
     return replace(rule, scores_are=declared, common_scale=declared != "logits")
 
 
+def described(press: ScorerPress) -> str:
+    """Class and settings of a scorer and of those inside it; not the ratio, which is set for every call."""
+    settings = []
+    for name, value in vars(press).items():
+        if isinstance(value, ScorerPress):
+            settings.append(f"{name}={described(value)}")
+        elif name != "compression_ratio" and not name.startswith("_"):
+            plain = value is None or is_dataclass(value) or isinstance(value, int | float | str | tuple | list | Path)
+            settings.append(f"{name}={value!r}" if plain else f"{name}={type(value).__name__}")
+    return f"{type(press).__name__}({', '.join(settings)})"
+
+
 def _of_inner(rule: ScoreRule) -> ScoreRule:
-    """The rule of a wrapper whose scorer has this one."""
+    """The rule of a wrapper whose scorer has this one. Its marks follow from all entries."""
     ends = rule.ends
+    rule = replace(rule, never_changes=False)
     return rule if ends is None else replace(rule, ends=lambda press, t: ends(press.press, t))

@@ -10,12 +10,21 @@ from kvpress import BasePress, ScorerPress
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvpress_prob.hf import CacheBudget, LayerPrefill, Prefill, Upcoming, bound_passes, watch_prefills
+from kvpress_prob.hf import (
+    CacheBudget,
+    LayerPrefill,
+    Prefill,
+    Upcoming,
+    bound_passes,
+    full_attention_layers,
+    watch_prefills,
+)
 from kvpress_prob.hf.borrowed import borrowed
 from kvpress_prob.maths.arguments import check_integer, check_ratio, check_seed
 from kvpress_prob.maths.draw import Allocation, BudgetWeighting, DrawSettings, Sampler
 from kvpress_prob.maths.importance import Correction
-from kvpress_prob.presses.bounding import Bounding, check_budget
+from kvpress_prob.presses.bounded_settings import check_budget
+from kvpress_prob.presses.bounding import BoundedBlock
 from kvpress_prob.presses.component import Component, shares_of
 from kvpress_prob.presses.compressing import compress
 from kvpress_prob.presses.gathering import Gathered, Gathering, check_sources
@@ -215,10 +224,16 @@ class ProbabilisticPress(BasePress):
             for scorer in {id(component.press): component.press for component in self.components}.values():
                 stack.enter_context(borrowed(scorer, "compression_ratio", self.compression_ratio))
             if self.budget is not None and self.budget.start == "prefill":
-                stack.enter_context(bound_passes(model, lambda: Bounding(self), self.budget))
+                if not full_attention_layers(model):
+                    name = type(model).__name__
+                    warnings.warn(f"every layer of {name} has a sliding window: nothing is evicted", stacklevel=2)
+                block = BoundedBlock(self)
+                stack.enter_context(bound_passes(model, block, self.budget))
+                yield
+                block.end()
             else:
                 stack.enter_context(watch_prefills(model, lambda: _Prefill(self), _Later(self.evicts)))
-            yield
+                yield
 
 
 class _Later:

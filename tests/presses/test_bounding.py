@@ -2,28 +2,40 @@
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kvpress import KeyDiffPress, KnormPress, ScorerPress, SnapKVPress, StreamingLLMPress
+from kvpress import (
+    CompactorPress,
+    CriticalKVPress,
+    KeyDiffPress,
+    KnormPress,
+    LeverageScorePress,
+    RandomPress,
+    ScorerPress,
+    SnapKVPress,
+    StreamingLLMPress,
+)
 from transformers import DynamicCache, StaticCache
 
 from kvpress_prob import (
     AttentionPress,
     CacheBudget,
     Component,
+    ExpectedQueries,
     H2OPress,
     MinVariancePress,
     ProbabilisticPress,
     Reconstruction,
+    SurrogatePress,
     load_compressed,
     save_compressed,
 )
 from kvpress_prob.hf import RaggedLayer, cache_bytes
 from kvpress_prob.hf.pool import POSITION
 from tests.helpers.compare import greedy
-from tests.helpers.models import ARCHITECTURES, build, tiny_gemma3, tiny_llama, tokens, words
+from tests.helpers.models import ARCHITECTURES, build, tiny_gemma3, tiny_llama, tiny_mistral, tokens, words
 from tests.test_generate import pipeline_of
 
 BUDGET = CacheBudget(96, interval=8, queries=8)
@@ -370,6 +382,107 @@ def test_on_top_of_a_cached_prefix(model, how):
     assert ((positions < 75) & (positions >= 0)).any()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("scorer", [MinVariancePress(), SnapKVPress(window_size=8)])
+def test_on_top_of_a_compressed_prefix_scores_may_change(model, scorer):
+    ids, cache = tokens(300), DynamicCache()
+    with ProbabilisticPress(MinVariancePress(), 0.5, seed=0)(model):
+        model(ids[:, :150], past_key_values=cache)
+    read(model, bounded(scorer), ids[:, 150:], 50, cache)
+    assert cache.get_seq_length() == 300
+    assert mean_entries(cache) <= BUDGET.max_entries
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("other", [{"scorer": AnglePress(sharpness=9.0)}, {"proposal_temperature": 0.5}])
+def test_another_scorer_over_the_same_cache_is_refused(model, other):
+    """Its scores cannot be compared with those that the cache's thresholds are made of."""
+    cache = read(model, bounded(), tokens(200), 50)
+    with pytest.raises(ValueError, match="bounded by another budget or press"):
+        read(model, bounded(**other), tokens(50), 50, cache)
+    assert cache.get_seq_length() == 200
+
+
+def test_streaming_llm_keeps_sinks_and_the_newest():
+    """The uncorrected baseline is StreamingLLM itself, whatever the chunks are."""
+    press = bounded(StreamingLLMPress(n_sink=2), sampler="top_k", correction="none", allocation="head")
+    for size in (50, 400):
+        store = read(tiny_llama(layers=1), press, tokens(400), size).layers[0].store
+        for head in range(2):
+            begin, length = int(store.start[head]), int(store.length[head])
+            position = store.columns[POSITION][begin : begin + length].tolist()
+            assert position[:2] == [0, 1]
+            assert position[2:] == list(range(400 - length + 2, 400))
+
+
+@pytest.mark.parametrize("scorer", [CriticalKVPress(KnormPress()), RandomPress()])
+def test_scores_that_follow_from_other_entries_change(scorer):
+    """A budget is filled whatever the chunks are."""
+    held = [mean_entries(read(tiny_llama(layers=1), bounded(scorer), tokens(400), size)) for size in (50, 400)]
+    assert min(held) >= 96 - 2 * 8 - 1
+
+
+@torch.no_grad()
+def test_marks_that_exceed_the_budget_are_one_error(model):
+    class Marked(ScorerPress):
+        def score(self, module, hidden_states, keys, values, attentions, kwargs):
+            scores = torch.rand(keys.shape[:3])
+            scores[..., :-10] = torch.finfo(scores.dtype).max
+            return scores
+
+    with pytest.raises(ValueError, match="protected entries alone exceed the budget"):
+        read(model, bounded(Marked()), tokens(400), 200)
+
+
+@torch.no_grad()
+def test_the_report_is_that_of_the_last_token(model):
+    press = bounded()
+    cache = read(model, press, tokens(80), 1)
+    assert press.report.context_lengths == [80]
+    assert int(press.report.kept.sum()) == 4 * 80
+    assert press.report.bytes_after == cache_bytes(cache)
+    wide = tiny_llama(heads=8, kv_heads=2)
+    press = bounded(MinVariancePress(), compression_ratio=0.2)
+    read(wide, press, tokens(400), 100)
+    dense = DynamicCache()
+    wide(tokens(400), past_key_values=dense)
+    assert press.report.bytes_before == cache_bytes(dense)
+    assert press.report.target_ratio == 1 - 96 / 400
+
+
+@torch.no_grad()
+def test_padding_that_goes_on_after_the_first_chunk_is_refused(model):
+    mask = torch.ones(2, 300, dtype=torch.long)
+    mask[1, :229] = 0
+    for budget, size in ((replace(BUDGET, chunk_size=50), 300), (BUDGET, 50)):
+        cache = DynamicCache()
+        with (
+            pytest.raises(NotImplementedError, match=r"left padding must end in the first pass .* got row 1"),
+            bounded(budget=budget)(model),
+        ):
+            model(tokens(300, batch=2)[:, :size], attention_mask=mask[:, :size], past_key_values=cache)
+        assert cache.get_seq_length() == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("hidden", [slice(250, 300), slice(100, 120)])
+def test_a_mask_is_checked_before_the_first_chunk(model, hidden):
+    mask, cache = torch.ones(1, 300, dtype=torch.long), DynamicCache()
+    mask[0, hidden] = 0
+    with (
+        pytest.raises(NotImplementedError, match="must be left padding"),
+        bounded(budget=replace(BUDGET, chunk_size=64))(model),
+    ):
+        model(tokens(300), attention_mask=mask, past_key_values=cache)
+    assert cache.get_seq_length() == 0
+
+
+def test_a_model_whose_layers_all_slide_is_left_alone_and_says_so():
+    press = bounded(KnormPress())
+    with pytest.warns(UserWarning, match="every layer of MistralForCausalLM has a sliding window"):
+        read(tiny_mistral(), press, tokens(100), 50)
+
+
 def test_turns_go_on_outside_and_inside_of_blocks(model):
     """Tokens that came in outside have no score: they count as their head's average, and the bound holds."""
     cache = read(model, bounded(), tokens(200), 50)
@@ -497,7 +610,16 @@ def test_errors_leave_the_model_as_it_was(model):
         ({"uniform_mix": 0.1}, r"uniform_mix must be 0 with a budget and scores that never change \(AnglePress\)"),
         ({"entries_per_head": 80}, "entries_per_head must be None with a budget's max_entries, got 80"),
         ({"measure_dropped_mass": True}, "measure_dropped_mass must be False with a budget"),
-        ({"n_sink": 80}, r"n_sink = 96, got 96"),
+        ({"n_sink": 80}, r"the newest 8 and the first 80 entries, which are always kept .*, got 96"),
+        ({"scorer": SnapKVPress(window_size=90)}, r"the newest 90 and the first 0 entries, .* got 96"),
+        ({"scorer": SurrogatePress(recency=1.0)}, "recency must be 0 with a budget: .*, got 1.0"),
+        (
+            {"scorer": AttentionPress(source=ExpectedQueries(), factor="norm")},
+            "source must be PrefillRows with a budget",
+        ),
+        ({"scorer": AttentionPress(statistic="output_change", project=True)}, "project must be False with a budget"),
+        ({"scorer": CompactorPress()}, "CompactorPress can only score a whole prefill"),
+        ({"scorer": CriticalKVPress(LeverageScorePress())}, "LeverageScorePress can only score a whole prefill"),
         ({"budget": CacheBudget()}, "budget must have max_entries, or the press a compression_ratio > 0"),
     ],
 )
