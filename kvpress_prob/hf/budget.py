@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from kvpress_prob.maths.arguments import check_integer
+
 Start = Literal["prefill", "decoding"]
 STARTS: tuple[Start, ...] = ("prefill", "decoding")
 
@@ -50,16 +52,12 @@ class CacheBudget:
     progress: Progress = False
 
     def __post_init__(self):
-        for name, value in (
-            ("max_entries", 1 if self.max_entries is None else self.max_entries),
-            ("chunk_size", 1 if self.chunk_size is None else self.chunk_size),
-            ("interval", self.interval),
-            ("queries", self.queries),
-        ):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be an integer >= 1, got {value!r}")
-        if not isinstance(self.room, int) or self.room < 0:
-            raise ValueError(f"room must be an integer >= 0, got {self.room!r}")
+        optional = ("max_entries", "chunk_size")
+        for name in (*optional, "interval", "queries", "room"):
+            value = getattr(self, name)
+            check_integer(name, value, 0 if name == "room" else 1, optional=name in optional)
+            if value is not None:
+                object.__setattr__(self, name, int(value))  # numpy's integers cannot be saved
         if self.start not in STARTS:
             raise ValueError(f"start must be one of {STARTS}, got {self.start!r}")
         certain = self.interval + self.queries + self.room

@@ -298,7 +298,7 @@ def test_padding_between_context_and_question_is_refused(model):
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
-        ({"max_entries": 0}, "max_entries must be an integer >= 1, got 0"),
+        ({"max_entries": 0}, "max_entries must be None or an integer >= 1, got 0"),
         ({"max_entries": 100, "interval": 0}, "interval must be an integer >= 1, got 0"),
         ({"max_entries": 100, "queries": 1.5}, "queries must be an integer >= 1, got 1.5"),
         ({"max_entries": 96}, r"max_entries must be more than interval \+ queries \+ room = 96, got 96"),

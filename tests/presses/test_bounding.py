@@ -4,6 +4,7 @@ import copy
 import math
 from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 from kvpress import (
@@ -631,9 +632,12 @@ def test_refuses_what_has_no_meaning(settings, message):
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"max_entries": 0}, ValueError, "max_entries must be an integer >= 1, got 0"),
-        ({"chunk_size": 2.0}, ValueError, "chunk_size must be an integer >= 1, got 2.0"),
-        ({"max_entries": True}, ValueError, "max_entries must be an integer >= 1, got True"),
+        ({"max_entries": 0}, ValueError, "max_entries must be None or an integer >= 1, got 0"),
+        ({"chunk_size": 2.0}, ValueError, "chunk_size must be None or an integer >= 1, got 2.0"),
+        ({"max_entries": True}, ValueError, "max_entries must be None or an integer >= 1, got True"),
+        ({"interval": True}, ValueError, "interval must be an integer >= 1, got True"),
+        ({"room": True}, ValueError, "room must be an integer >= 0, got True"),
+        ({"room": -1}, ValueError, "room must be an integer >= 0, got -1"),
         ({"start": "later"}, ValueError, "start must be one of .* got 'later'"),
         ({"start": "decoding"}, ValueError, "start='decoding' needs max_entries"),
         ({"progress": 3}, TypeError, "progress must be True, False or callable, got 3"),
@@ -642,6 +646,12 @@ def test_refuses_what_has_no_meaning(settings, message):
 def test_refuses_bad_budgets(settings, error, message):
     with pytest.raises(error, match=message):
         CacheBudget(**settings)
+
+
+def test_numpys_integers_are_numbers():
+    budget = CacheBudget(np.int64(1024), np.int32(256), room=np.int64(8))
+    assert budget == CacheBudget(1024, 256, room=8)
+    assert type(budget.max_entries) is type(budget.chunk_size) is type(budget.room) is int
 
 
 def test_what_cannot_be_split_is_refused_before_anything_ran(model):
