@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from kvpress_prob.hf import LayerPrefill
+from kvpress_prob.hf import LayerPrefill, full_attention_layers
 from kvpress_prob.maths import forced_weights as forced
 from kvpress_prob.maths.budget import solve_inclusion
 from kvpress_prob.maths.forced_weights import EXTRA, AttentionRows
@@ -71,7 +71,7 @@ def diagnose_heads(
     Raises
     ------
     ValueError
-        For a number outside its range, or a context that is too short.
+        For a number outside its range, a context that is too short, or a model without full-attention layers.
     TypeError
         If an attention module has no ``o_proj``.
     RuntimeError
@@ -125,6 +125,8 @@ def _prefill(
     without = [type(module).__name__ for module in modules if not hasattr(module, "o_proj")]
     if without or not modules:
         raise TypeError(f"model must have attention modules with an o_proj, got {without or type(model).__name__}")
+    if not full_attention_layers(model):
+        raise ValueError(f"model must have layers with full attention, got {type(model).__name__} with none")
     t = context_ids.shape[1]
     positions = {
         module: (first + torch.randperm(t - first, generator=generator)[:rows]).sort().values for module in modules

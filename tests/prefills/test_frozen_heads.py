@@ -6,7 +6,7 @@ import torch
 
 from kvpress_prob.maths.forced_weights import EXTRA
 from kvpress_prob.prefills.frozen_heads import diagnose_heads
-from tests.helpers.models import tiny_gemma3, tiny_llama, tokens
+from tests.helpers.models import tiny_gemma3, tiny_llama, tiny_mistral, tokens
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +108,5 @@ def test_refusals():
             diagnose_heads(model, tokens(60), **{"budgets": (4,), **changed})
     with pytest.raises(TypeError, match="model must have attention modules with an o_proj, got Linear"):
         diagnose_heads(torch.nn.Linear(2, 2), tokens(60), budgets=(4,))
+    with pytest.raises(ValueError, match="model must have layers with full attention, got MistralForCausalLM with"):
+        diagnose_heads(tiny_mistral(), tokens(60), budgets=(4,))
