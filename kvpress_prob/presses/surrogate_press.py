@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal, cast
+from typing import ClassVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,10 +14,7 @@ from transformers import PreTrainedModel
 from kvpress_prob.hf import decoder_of
 from kvpress_prob.maths.arguments import check_choice, check_ratio
 from kvpress_prob.maths.proposals import ScoresAre
-from kvpress_prob.sources import Surrogate, find_surrogate, load_surrogate
-
-Output = Literal["lookup", "reading"]
-OUTPUTS: tuple[Output, ...] = ("lookup", "reading")
+from kvpress_prob.sources import OUTPUTS, Output, Surrogate, find_surrogate, load_surrogate
 
 _FOUND: WeakKeyDictionary[nn.Module, Surrogate] = WeakKeyDictionary()
 """Surrogates of attention modules whose model was asked for its own."""

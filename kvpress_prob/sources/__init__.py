@@ -22,6 +22,8 @@ from kvpress_prob.sources.prefill_rows import PrefillRows
 from kvpress_prob.sources.query_rows import LayerSource, PassSource, QueryRows
 from kvpress_prob.sources.reconstruction import Reconstruction, kvzip_prompt
 from kvpress_prob.sources.surrogate import (
+    OUTPUTS,
+    Output,
     Surrogate,
     SurrogateHeader,
     find_surrogate,
@@ -31,9 +33,11 @@ from kvpress_prob.sources.surrogate import (
 )
 
 __all__ = [
+    "OUTPUTS",
     "ExpectedQueries",
     "LayerSource",
     "Lookahead",
+    "Output",
     "PassSource",
     "PrefillRows",
     "QueryRows",

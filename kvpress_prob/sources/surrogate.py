@@ -12,11 +12,12 @@ fits surrogates; one belongs to the very weights that it was fitted to.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,9 +26,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvpress_prob.extras import extra
+from kvpress_prob.hf import full_attention_layers
 from kvpress_prob.hf.files import replacing
 from kvpress_prob.hf.fingerprint import fingerprint
 
+Output = Literal["lookup", "reading"]
+OUTPUTS: tuple[Output, ...] = ("lookup", "reading")
+"""What a surrogate's file predicts, in order."""
 FORMAT = 1
 _KEY = "kvpress_prob_surrogate"
 _TENSORS = {"scale": torch.float32, "weight": torch.float16, "bias": torch.float32}
@@ -67,11 +72,14 @@ class SurrogateHeader:
 
 _CHECKS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "architecture": ("a name", lambda it: isinstance(it, str) and bool(it)),
-    "fingerprint": ("a digest", lambda it: isinstance(it, str) and len(it) == 64),
-    "hidden_size": ("an integer >= 1", lambda it: isinstance(it, int) and it >= 1),
-    "kv_heads": ("an integer >= 1", lambda it: isinstance(it, int) and it >= 1),
+    "fingerprint": ("a digest", lambda it: isinstance(it, str) and bool(re.fullmatch("[0-9a-f]{64}", it))),
+    "hidden_size": ("an integer >= 1", lambda it: type(it) is int and it >= 1),
+    "kv_heads": ("an integer >= 1", lambda it: type(it) is int and it >= 1),
     "layers": ("increasing layer indices", lambda it: _is_increasing(it)),
-    "predicts": ("names and their meaning", lambda it: isinstance(it, dict) and bool(it) and _all_strings(it)),
+    "predicts": (
+        f"the outputs {OUTPUTS} and their meaning",
+        lambda it: isinstance(it, dict) and tuple(it) == OUTPUTS and all(isinstance(said, str) for said in it.values()),
+    ),
     "transformers": ("a version", lambda it: isinstance(it, str) and it[:1].isdigit()),
     "fitted_on": ("a mapping", lambda it: isinstance(it, dict)),
     "held_out": ("a mapping", lambda it: isinstance(it, dict)),
@@ -148,7 +156,7 @@ class Surrogate:
         return (bias + hidden_states.float() @ weight).mT
 
     def check_model(self, model: PreTrainedModel) -> None:
-        """Raise ``ValueError`` unless the surrogate was fitted to the model's own weights."""
+        """Raise ``ValueError`` unless the surrogate was fitted to the model's own weights and knows its layers."""
         if self.header.architecture != type(model).__name__:
             raise ValueError(
                 f"surrogate must be one of {type(model).__name__}, got one of {self.header.architecture} (architecture)"
@@ -158,6 +166,9 @@ class Surrogate:
                 "surrogate must be one of this model's weights, got one of other weights (fingerprint): "
                 f"kvpress-prob fit --model {model.config.name_or_path or 'MODEL'}"
             )
+        layers = full_attention_layers(model)
+        if self.header.layers != layers:
+            raise ValueError(f"layers must be the model's full-attention layers {layers}, got {self.header.layers}")
 
 
 def save_surrogate(surrogate: Surrogate, path: str | os.PathLike) -> None:
@@ -183,6 +194,8 @@ def load_surrogate(path: str | os.PathLike, *, model: PreTrainedModel | None = N
         Naming the file and what is wrong with it.
     """
     try:
+        if Path(path).is_dir():
+            raise ValueError("path must be a file, got a folder")
         with safe_open(path, framework="pt", device="cpu") as file:
             raw = (file.metadata() or {}).get(_KEY)
             if raw is None:
@@ -235,7 +248,7 @@ def _header(described: Any) -> SurrogateHeader:
     if not isinstance(described, dict):
         raise ValueError("metadata must be a mapping")
     form = described.pop("format", None)
-    if form != FORMAT:
+    if type(form) is not int or form != FORMAT:
         raise ValueError(f"format must be {FORMAT}, got {form!r}")
     for entry in fields(SurrogateHeader):
         wanted, is_right = _CHECKS[entry.name]
@@ -245,9 +258,5 @@ def _header(described: Any) -> SurrogateHeader:
 
 
 def _is_increasing(layers: Any) -> bool:
-    whole = isinstance(layers, list) and all(isinstance(it, int) and it >= 0 for it in layers)
+    whole = isinstance(layers, list) and all(type(it) is int and it >= 0 for it in layers)
     return whole and bool(layers) and layers == sorted(set(layers))
-
-
-def _all_strings(entries: dict[Any, Any]) -> bool:
-    return all(isinstance(it, str) for pair in entries.items() for it in pair)

@@ -100,13 +100,23 @@ def test_another_models_surrogate_is_refused(file, model, message):
     [
         ("format", 2, "format must be 1, got 2"),
         ("format", None, "format must be 1, got None"),
+        ("format", True, "format must be 1, got True"),
         ("architecture", "", "architecture must be a name"),
         ("fingerprint", "abc", "fingerprint must be a digest"),
+        ("fingerprint", "x" * 64, "fingerprint must be a digest"),
+        ("hidden_size", True, "hidden_size must be an integer >= 1, got True"),
         ("hidden_size", 0, "hidden_size must be an integer >= 1, got 0"),
         ("kv_heads", "2", "kv_heads must be an integer >= 1, got '2'"),
         ("layers", [1, 0], "layers must be increasing layer indices"),
+        ("layers", [0, True], r"layers must be increasing layer indices, got \[0, True\]"),
         ("layers", [0], r"scale must be torch.float32 of shape \(1, 64\)"),
-        ("predicts", {}, "predicts must be names and their meaning"),
+        ("predicts", {}, "predicts must be the outputs .'lookup', 'reading'. and their meaning"),
+        (
+            "predicts",
+            {"lookup": "a", "other": "b"},
+            "predicts must be the outputs .* 'other': 'b'}",
+        ),
+        ("predicts", {"lookup": "a", "reading": 3}, "predicts must be the outputs"),
         ("transformers", "new", "transformers must be a version"),
         ("fitted_on", [], "fitted_on must be a mapping"),
         ("held_out", None, "held_out must be a mapping"),
@@ -116,6 +126,12 @@ def test_a_wrong_header_is_one_error_that_names_file_and_field(file, field, valu
     rewritten(file, lambda header: {**header, field: value})
     with pytest.raises(ValueError, match=f"one.safetensors.*{message}"):
         load_surrogate(file)
+
+
+def test_layers_are_the_models(file):
+    rewritten(file, lambda header: {**header, "layers": [0, 7]})
+    with pytest.raises(ValueError, match=r"one.safetensors.*full-attention layers \[0, 1\], got \[0, 7\]"):
+        load_surrogate(file, model=tiny_llama())
 
 
 def test_missing_parts_are_named(file):
@@ -139,6 +155,8 @@ def test_foreign_and_damaged_files_are_refused(file, tmp_path):
     damaged.write_bytes(file.read_bytes()[:300])
     with pytest.raises(ValueError, match=r"damaged.safetensors"):
         load_surrogate(damaged)
+    with pytest.raises(ValueError, match=f"'{tmp_path}' must be a surrogate .* path must be a file, got a folder"):
+        load_surrogate(tmp_path)
     with pytest.raises(FileNotFoundError):
         load_surrogate(tmp_path / "none.safetensors")
     with pytest.raises(FileNotFoundError, match="path must be in an existing folder"):
