@@ -168,7 +168,7 @@ def fit(
         on what it resembles.
     output
         The surrogate's file; by default in the user's cache folder, where prob_learned finds it. A figure of how well
-        it predicts every layer goes beside it.
+        it predicts every layer goes beside it, under its name and .png.
     tokens
         Most tokens that are read.
     window
@@ -185,20 +185,23 @@ def fit(
     from kvpress_prob.plots.surrogate import held_out_figure, held_out_table
     from kvpress_prob.sources import save_surrogate, surrogate_path
 
+    if output is not None and output.is_dir():
+        raise ValueError(f"output must be a file, got the folder '{output}'")
+    if output is not None and not output.parent.is_dir():
+        raise ValueError(f"output must be in an existing folder, got '{output}'")
     texts = None if text is None else [read_text(Path(file)) for file in text]
     pipe = load_pipeline(model, dtype=dtype, device=device)
     path = surrogate_path(pipe.model) if output is None else output
     if output is None:
         path.parent.mkdir(parents=True, exist_ok=True)
-    elif not path.parent.is_dir():
-        raise ValueError(f"output must be in an existing folder, got '{output}'")
     partial = path.with_name(path.name + ".partial")
     surrogate = fit_surrogate(
         pipe.model, cast(Any, pipe.tokenizer), texts, tokens=tokens, window=window, seed=seed, checkpoint=partial
     )
     save_surrogate(surrogate, path)
+    partial.unlink(missing_ok=True)
     print(held_out_table(surrogate.header.held_out).to_string(index=False))
-    held_out_figure(surrogate.header.held_out).savefig(path.with_suffix(".png"), dpi=150)
+    held_out_figure(surrogate.header.held_out).savefig(path.with_name(path.name + ".png"), dpi=150)
     print(f"\n{path}")
 
 

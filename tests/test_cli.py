@@ -8,7 +8,7 @@ import pytest
 from transformers.utils import logging
 
 from kvpress_prob import cli
-from kvpress_prob.sources import find_surrogate
+from kvpress_prob.sources import find_surrogate, load_surrogate
 from tests.helpers.evaluation import ruler_rows, save_tiny_model, write_rows
 
 TEXT = "".join(f"Note {i}: the quick brown fox jumps over dog {i * i}. " for i in range(7))
@@ -109,13 +109,16 @@ def test_list(capsys):
         (["demo", "--model", "{model}", "--tokens", "0"], "tokens must be at least 1, got 0"),
         (["demo", "--output", "{empty}"], "output must be a folder, got the file"),
         (["demo", "--tokens", "many"], "Expected a <class 'int'>. Got value: many"),
+        (["fit", "--output", "{folder}"], "output must be a file, got the folder"),
+        (["fit", "--output", "{missing}/one"], "output must be in an existing folder, got"),
+        (["fit", "--model", "{model}", "--text", "{empty}", "--window", "0"], "window must be an integer >= 5, got 0"),
         (["report", "{missing}"], "must be a results folder, got no records.jsonl"),
         (["sweeep"], "invalid choice: 'sweeep' (choose from"),
         (["list", "--", "x"], "list takes nothing after --, got ['x']"),
     ],
 )
 def test_bad_input(files, tmp_path, capsys, monkeypatch, arguments, message):
-    names = {"sweep": files / "sweep.yaml", "model": files / "model"}
+    names = {"sweep": files / "sweep.yaml", "model": files / "model", "folder": tmp_path}
     names["missing"] = tmp_path / "nothing"
     for name, text in (("bad_key", "nmae: x\n"), ("bad_yaml", "a: [b\n"), ("bad_list", "- 3\n"), ("empty", "")):
         names[name] = tmp_path / f"{name}.jsonl"
@@ -172,5 +175,24 @@ def test_fit_leaves_a_surrogate_that_the_model_finds(model_folder, pipe, tmp_pat
     assert sorted(it.suffix for it in folder.iterdir()) == [".png", ".safetensors"]
     assert find_surrogate(pipe.model).header.fitted_on["windows"] == 6
     assert "top 10%" in capsys.readouterr().out
-    assert cli.main([*argv, "--output", str(tmp_path / "nowhere" / "one.safetensors")]) == 2
-    assert "output must be in an existing folder" in capsys.readouterr().err
+    assert cli.main([*argv, "--output", str(tmp_path / "one.png")]) == 0
+    assert load_surrogate(tmp_path / "one.png", model=pipe.model).header.fitted_on["windows"] == 6
+    assert (tmp_path / "one.png.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_fit_that_cannot_be_saved_can_be_continued(model_folder, tmp_path, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr("kvpress_prob.fitting.fit.CHECKPOINT_SECONDS", 0.0)
+    (tmp_path / "text.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    argv = ["fit", "--model", str(model_folder), "--text", str(tmp_path / "text.txt"), "--tokens", "480",
+            "--window", "80", "--output", str(tmp_path / "one.safetensors")]  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpress_prob.sources.save_surrogate", fail)
+        assert cli.main(argv) == 2
+    assert (tmp_path / "one.safetensors.partial").is_file()
+    assert cli.main([*argv, "--window", "60"]) == 2
+    assert f"delete '{tmp_path / 'one.safetensors.partial'}'" in capsys.readouterr().err
+    assert cli.main(argv) == 0
+    assert sorted(it.name for it in tmp_path.iterdir()) == ["one.safetensors", "one.safetensors.png", "text.txt"]

@@ -1,6 +1,6 @@
 """Progress of a fit, kept in a file so that a killed one goes on where it was."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +62,29 @@ def load_progress(path: Path, key: str, device: torch.device | str = "cpu") -> P
     Raises
     ------
     ValueError
-        For a file that is damaged or belongs to another fit.
+        For a file that is damaged or belongs to another fit; the message says which file to delete.
     """
     if not path.is_file():
         return None
     try:
         held = torch.load(path, weights_only=True, map_location=device)
-        known, plain = held["key"], held["progress"]
+        progress = _restored(held["progress"]) if held["key"] == key else None
     except Exception as error:  # torch.load's errors have no common class
-        raise ValueError(f"checkpoint must be a fit's progress, got '{path}': {error}") from error
-    if known != key:
-        raise ValueError(f"checkpoint must belong to this model, texts and settings, got another fit's: '{path}'")
+        raise ValueError(
+            f"checkpoint must be a fit's progress, got '{path}': {error} (to begin anew, delete it)"
+        ) from error
+    if progress is None:
+        raise ValueError(
+            "checkpoint must belong to this model, texts and settings, got the progress of another fit: to give that "
+            f"up, delete '{path}'"
+        )
+    return progress
+
+
+def _restored(plain: dict[str, Any]) -> Progress:
+    names = {entry.name for entry in fields(Progress)}
+    if set(plain) != names:
+        raise ValueError(f"fields must be {sorted(names)}, got {sorted(plain)}")
     return Progress(
         **plain
         | {

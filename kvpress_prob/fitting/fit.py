@@ -7,6 +7,8 @@ they are taken in groups, each of which reads the windows again. Every fifth win
 the held-out figures are about; the surrogate itself is then solved from all.
 """
 
+import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ from kvpress_prob.fitting.checkpoint import Progress, load_progress, save_progre
 from kvpress_prob.fitting.targets import PREDICTS, read_window, targets_of
 from kvpress_prob.fitting.windows import Windows, cut_windows
 from kvpress_prob.hf.fingerprint import fingerprint
+from kvpress_prob.maths.arguments import check_integer, is_number
 from kvpress_prob.maths.ridge import Moments, Readout, combined, moments, r_squared, solve_ridge, top_recall
 from kvpress_prob.sources import Surrogate, SurrogateHeader
 
@@ -46,7 +49,7 @@ def fit_surrogate(
     ridge: float = RIDGE,
     seed: int = 0,
     max_bytes: int = 4_000_000_000,
-    checkpoint: Path | None = None,
+    checkpoint: str | os.PathLike | None = None,
     progress: bool = True,
 ) -> Surrogate:
     """Fit a surrogate to a model.
@@ -62,44 +65,53 @@ def fit_surrogate(
     tokens : int, default=50_000
         Upper bound of the tokens that are read.
     window : int, default=1024
-        Tokens that are read together.
+        Tokens that are read together, more than ``N_SINK``.
     ridge : float, default=1e-3
         Relative to the standardised inputs' unit variance.
     seed : int, default=0
         Of the default texts.
     max_bytes : int, default=4_000_000_000
         Bound of the accumulated moments; more layers than fit are taken in groups.
-    checkpoint : Path, optional
-        File that progress is kept in and continued from; deleted at the end.
+    checkpoint : str or Path, optional
+        File that progress is kept in and continued from. It stays, to be deleted when the surrogate has been saved.
     progress : bool, default=True
         Show what is done and how long the rest takes.
 
     Raises
     ------
     TypeError
-        For a model that cannot be compressed.
+        For a model that cannot be compressed, and texts or a checkpoint of another type.
     ValueError
         For parameters out of range, texts without two windows, and a model without full-attention layers.
     """
-    if not ridge > 0:
-        raise ValueError(f"ridge must be a number > 0, got {ridge!r}")
+    if not is_number(ridge) or not 0 < ridge < math.inf:
+        raise ValueError(f"ridge must be a finite number > 0, got {ridge!r}")
+    check_integer("window", window, N_SINK + 1)
+    check_integer("max_bytes", max_bytes, 1)
+    path = None if checkpoint is None else _checked_path(checkpoint)
     windows = cut_windows(tokenizer, texts, tokens=tokens, window=window, seed=seed)
     layers, hidden_size = _full_attention_layers(model, windows.ids[0, : min(8, window)])
-    key = f"{fingerprint(model)} {windows.digest} {max_bytes}"
-    state = (load_progress(checkpoint, key, model.device) if checkpoint else None) or Progress()
+    key = f"{fingerprint(model)} {model.dtype} {windows.digest} {window} {float(ridge)} {max_bytes}"
+    state = (load_progress(path, key, model.device) if path else None) or Progress()
     size = max(int(max_bytes // (2 * 8 * hidden_size**2)), 1)
     groups = [layers[begin : begin + size] for begin in range(0, len(layers), size)]
-    fit = _Fit(model, windows, ridge, state, checkpoint, key)
+    fit = _Fit(model, windows, float(ridge), state, path, key)
     total = len(windows.ids) * len(groups) + len(windows.ids) // HELD_OUT_EVERY
     with tqdm(total=total, initial=state.steps, unit="window", desc="fit", disable=not progress) as bar:
         for group in groups[len(state.solved) :]:
             fit.accumulate(group, bar)
             fit.solve(group)
         held_out = fit.figures(layers, bar)
-    surrogate = _surrogate(model, layers, [it for group in state.solved for it in group], windows, ridge, held_out)
-    if checkpoint:
-        checkpoint.unlink(missing_ok=True)
-    return surrogate
+    return _surrogate(model, layers, [it for group in state.solved for it in group], windows, float(ridge), held_out)
+
+
+def _checked_path(checkpoint: Any) -> Path:
+    if not isinstance(checkpoint, str | os.PathLike):
+        raise TypeError(f"checkpoint must be a path or None, got {type(checkpoint).__name__}")
+    path = Path(checkpoint)
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"checkpoint must be a file in an existing folder, got '{path}'")
+    return path
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Texts as windows of equally many tokens, and what is known of a window before anything has run."""
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from kvpress_prob.fitting.texts import default_texts
+from kvpress_prob.maths.arguments import check_integer, check_seed
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,18 @@ def cut_windows(
 
     Raises
     ------
+    TypeError
+        For texts that are no texts.
     ValueError
         If the numbers allow no two windows, or the texts have none.
     """
+    check_integer("window", window, 2)
+    check_integer("tokens", tokens, 1)
+    check_seed("seed", seed)
     wanted = tokens // window
-    if window < 2 or wanted < 2:
-        raise ValueError(f"tokens must be at least two windows of {window} >= 2 tokens, got {tokens}")
+    if wanted < 2:
+        raise ValueError(f"tokens must be at least two windows of {window} tokens, got {tokens}")
+    texts = None if texts is None else _all_texts(texts)
     prefix = _chat_prefix(tokenizer)
     if len(prefix) >= window // 2:
         prefix = []
@@ -72,6 +79,16 @@ def cut_windows(
     if len(cut) < 2:
         raise ValueError(f"texts must have at least two windows of {window} tokens, got {len(cut)}")
     return Windows(torch.tensor(cut), source)
+
+
+def _all_texts(texts: Any) -> list[str]:
+    if isinstance(texts, str | bytes) or not isinstance(texts, Iterable):
+        raise TypeError(f"texts must be a sequence of texts, such as [text], got {type(texts).__name__}")
+    every = list(texts)
+    wrong = [type(text).__name__ for text in every if not isinstance(text, str)]
+    if wrong:
+        raise TypeError(f"texts must be a sequence of texts, got {wrong[0]} among them")
+    return every
 
 
 def _first(tokenizer: Any, text: str, window: int, prefix: list[int]) -> list[int]:

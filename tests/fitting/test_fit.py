@@ -1,13 +1,16 @@
 """Fitting: the surrogate is the closed form over all windows, whatever was interrupted or grouped."""
 
+import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache
 
 from kvpress_prob import AttentionPress, MinVariancePress, ProbabilisticPress, Reconstruction, SurrogatePress
 from kvpress_prob.fitting import fit as fitting
+from kvpress_prob.fitting.checkpoint import load_progress
 from kvpress_prob.fitting.fit import N_SINK, fit_surrogate
 from kvpress_prob.fitting.targets import LEAST, read_window, targets_of
 from kvpress_prob.fitting.windows import cut_windows
@@ -86,7 +89,7 @@ def test_a_killed_fit_goes_on_and_ends_with_the_same_surrogate(kill, tmp_path, m
     monkeypatch.setattr(fitting, "targets_of", lambda inputs: (read.append(None), real(inputs))[1])
     again = fit(model, checkpoint=checkpoint)
     assert len(read) == 12 - kill
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [checkpoint]
     assert again.header == expected.header
     for name in ("scale", "weight", "bias"):
         torch.testing.assert_close(getattr(again, name), getattr(expected, name), rtol=1e-3, atol=1e-6)
@@ -105,11 +108,44 @@ def test_a_checkpoint_of_something_else_is_refused(tmp_path, monkeypatch):
     checkpoint = tmp_path / "one.partial"
     state = fitting.Progress()
     fitting.save_progress(checkpoint, "another", state)
-    with pytest.raises(ValueError, match="checkpoint must belong to this model, texts and settings"):
-        fit(tiny_llama(), checkpoint=checkpoint)
+    with pytest.raises(ValueError, match=f"checkpoint must belong to this model, .* delete '{checkpoint}'"):
+        fit(tiny_llama(), checkpoint=str(checkpoint))
     checkpoint.write_bytes(b"nothing")
     with pytest.raises(ValueError, match="checkpoint must be a fit's progress"):
         fit(tiny_llama(), checkpoint=checkpoint)
+
+
+@pytest.mark.parametrize("changed", [{"ridge": 0.1}, {"window": 96}, {"max_bytes": 10**6}])
+def test_other_settings_do_not_continue_a_fit(changed, tmp_path, monkeypatch):
+    monkeypatch.setattr(fitting, "CHECKPOINT_SECONDS", 0.0)
+    checkpoint = tmp_path / "one.partial"
+    fit(tiny_llama(), checkpoint=checkpoint)
+    fit(tiny_llama(), checkpoint=checkpoint, ridge=np.float64(1e-3))
+    with pytest.raises(ValueError, match="checkpoint must belong to this model, texts and settings"):
+        fit(tiny_llama(), checkpoint=checkpoint, **changed)
+
+
+def test_a_checkpoint_without_its_parts_is_named(tmp_path):
+    checkpoint = tmp_path / "one.partial"
+    torch.save({"key": "this", "progress": {"windows": 1}}, checkpoint)
+    with pytest.raises(ValueError, match=r"checkpoint must be a fit's progress, .*one.partial': fields must be"):
+        load_progress(checkpoint, "this")
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"checkpoint": 3}, TypeError, "checkpoint must be a path or None, got int"),
+        ({"checkpoint": "/"}, ValueError, "checkpoint must be a file in an existing folder, got '/'"),
+        ({"checkpoint": "no/where"}, ValueError, "checkpoint must be a file in an existing folder, got 'no/where'"),
+        ({"texts": "a text"}, TypeError, r"texts must be a sequence of texts, such as \[text\], got str"),
+        ({"texts": 3}, TypeError, r"texts must be a sequence of texts, such as \[text\], got int"),
+        ({"texts": ["a", None]}, TypeError, "texts must be a sequence of texts, got NoneType among them"),
+    ],
+)
+def test_texts_and_checkpoints_of_other_types(settings, error, message):
+    with pytest.raises(error, match=message):
+        fit_surrogate(tiny_llama(), tokenizer_of_words(), **SIZES | settings)
 
 
 @pytest.mark.parametrize(
@@ -151,15 +187,25 @@ def test_default_texts_and_chat_templates():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"tokens": 48}, "tokens must be at least two windows of 48 >= 2 tokens, got 48"),
-        ({"window": 1}, "tokens must be at least two windows of 1 >= 2 tokens"),
+        ({"tokens": 48}, "tokens must be at least two windows of 48 tokens, got 48"),
+        ({"tokens": 2000.0}, "tokens must be an integer >= 1, got 2000.0"),
+        ({"tokens": None}, "tokens must be an integer >= 1, got None"),
+        ({"window": 0}, "window must be an integer >= 5, got 0"),
+        ({"window": N_SINK}, "window must be an integer >= 5, got 4"),
+        ({"window": 2.5}, "window must be an integer >= 5, got 2.5"),
+        ({"max_bytes": -5}, "max_bytes must be an integer >= 1, got -5"),
+        ({"seed": 0.5}, "seed must be an integer"),
         ({"window": 170, "tokens": 10**6}, "texts must have at least two windows of 170 tokens, got 0"),
-        ({"ridge": 0.0}, "ridge must be a number > 0, got 0.0"),
+        *(({"ridge": it}, f"ridge must be a finite number > 0, got {it!r}") for it in (0.0, math.inf, "x", True)),
     ],
 )
 def test_bad_parameters(settings, message):
     with pytest.raises(ValueError, match=message):
         fit(tiny_llama(), **settings)
+
+
+def test_the_shortest_window():
+    assert fit(tiny_llama(), window=N_SINK + 1, tokens=50).header.fitted_on["windows"] == 10
 
 
 def test_a_model_without_full_attention_is_refused():
