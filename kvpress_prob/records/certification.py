@@ -27,6 +27,7 @@ from typing import Any, cast
 import pandas as pd
 
 from kvpress_prob.extras import extra
+from kvpress_prob.records.certifiable import certifiable
 from kvpress_prob.records.provenance import text_hash
 from kvpress_prob.records.schema import NO_PRESS
 
@@ -172,29 +173,15 @@ def certify(
     Raises
     ------
     ValueError
-        For a number outside its range, an unknown press, a request without its dense record, or a context of which a
-        press has answered only some questions.
+        For a number outside its range, records that certify nothing (``certifiable``), or a context of which a press
+        has answered only some questions.
     """
     _check_share("risk", risk)
     _check_share("confidence", confidence)
     if not (tolerance >= 0 and math.isfinite(tolerance)):
         raise ValueError(f"tolerance must be at least 0, got {tolerance}")
-    scored = frame[frame["score"].notna()]
-    dense = scored[scored["press"] == NO_PRESS]
-    known = list(dict.fromkeys(scored.loc[scored["press"] != NO_PRESS, "press"]))
-    if not known:
-        raise ValueError(f"records must have scores of a press, got presses {sorted(set(frame['press']))} with none")
-    unknown = sorted(set(presses or []) - set(known))
-    if unknown:
-        raise ValueError(f"presses must be among {known}, got {unknown}")
-    judged = scored[scored["press"].isin(presses or known)]
-    missing = sorted(set(judged["example"]) - set(dense["example"]))
-    if missing:
-        raise ValueError(
-            f"every request must have its record of the dense cache (press {NO_PRESS!r}), got none for {len(missing)}: "
-            f"{missing[:3]}"
-        )
-    once = dense.drop_duplicates("example").set_index("example")
+    judged, dense = certifiable(frame, presses)
+    once = dense.set_index("example")
     counts = _counts(_one_seed(judged, dense), once["score"], tolerance)
     best = once.groupby("context")["score"].max()
     table = fixed_sequences(counts, risk, confidence)

@@ -37,14 +37,17 @@ def read_frame(results: Path) -> pd.DataFrame:
     Raises
     ------
     ValueError
-        If there are no records, or a needed column is missing.
+        If there are no records, the file is no table, or a needed column is missing.
     """
     file = records_file(results)
     if file.name == RECORDS:
         config = read_config(results) if (results / CONFIG).is_file() else {}
         frame = records_frame(read_records(results))
         return frame.assign(model=config.get("model", ""), length=config.get("length", 0))
-    frame = pd.read_csv(file)
+    try:
+        frame = pd.read_csv(file)
+    except ValueError as error:  # pandas' own and those of the encoding
+        raise ValueError(f"'{file}' must be a table of records: {error}") from error
     missing = sorted(set(NEEDED) - set(frame.columns))
     if missing or frame.empty:
         raise ValueError(f"{file} must have records with the columns {list(NEEDED)}, got none of {missing or 'them'}")

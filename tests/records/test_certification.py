@@ -1,6 +1,7 @@
 """Certificates: exact bounds, the chance of certifying what should not be, and what is counted as a request."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,10 +174,39 @@ def test_refusals():
     )
     refused(frame[frame["press"] == "no_press"], "records must have scores of a press")
     refused(frame, r"presses must be among \['snapkv'\], got \['tova'\]", presses=["tova"])
+    refused(pd.concat((frame, frame[one & dense])), r"one record of the dense cache, got more for 1: \['e1.0'\]")
+    for name, value, message in (
+        ("score", math.nan, r"records must all have a score, got 1 of 12 without one, of \['snapkv'\]"),
+        ("score", "high", "score must be numbers in all records, got 'high'"),
+        ("score", math.inf, "score must be numbers in all records, got inf"),
+        ("ratio", math.nan, "ratio must be numbers in all records, got nan"),
+        ("dense_bytes", 0, "dense_bytes must be numbers > 0 in all records, got 0"),
+        ("cache_bytes", math.nan, "cache_bytes must be numbers in all records, got nan"),
+    ):
+        changed = frame.astype({name: object})
+        changed.loc[one & ~dense, name] = value
+        refused(changed, message)
     for name, value in (("risk", 0), ("risk", 1), ("confidence", 1.5), ("tolerance", -1), ("tolerance", float("nan"))):
         refused(frame, f"{name} must be", **{name: value})
     with pytest.raises(ValueError, match=r"degraded must be in \[0, requests\]"):
         upper_bound(3, 2, 0.9)
+
+
+def test_presses_that_are_left_out_need_no_scores():
+    frame = records_frame(run({0.5: [100.0] * 3}))
+    other = frame[frame["press"] == "snapkv"].assign(press="tova", score=math.nan)
+    both = pd.concat((frame, other), ignore_index=True)
+    assert certify(both, risk=0.5, confidence=0.5, tolerance=0, presses=["snapkv"]).requests == 3
+    with pytest.raises(ValueError, match=r"got 3 of 9 without one, of \['tova'\]"):
+        certify(both, risk=0.5, confidence=0.5, tolerance=0)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\xff", b"task,score\n"])
+def test_a_file_that_is_no_table_is_named(content, tmp_path, capsys):
+    (tmp_path / "records.csv").write_bytes(content)
+    assert cli.main(["certify", str(tmp_path)]) == 2
+    assert f"{tmp_path / 'records.csv'}" in capsys.readouterr().err
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_command_on_a_folder_and_on_a_table(tmp_path, capsys):
