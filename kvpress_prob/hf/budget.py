@@ -67,5 +67,7 @@ class CacheBudget:
             )
         if self.start == "decoding" and (self.max_entries is None or self.chunk_size is not None):
             raise ValueError("start='decoding' needs max_entries, and chunk_size=None")
+        if self.start == "decoding" and self.room:
+            raise ValueError(f"room must be 0 with start='decoding', where nothing is evicted before, got {self.room}")
         if not (isinstance(self.progress, bool) or callable(self.progress)):
             raise TypeError(f"progress must be True, False or callable, got {self.progress!r}")

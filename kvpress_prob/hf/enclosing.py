@@ -32,6 +32,7 @@ def enclosed_prefills(
     model: PreTrainedModel,
     block: Callable[[], AbstractContextManager[Any]],
     end: Callable[[Cache, Tensor], None],
+    later: Callable[[int, int], None],
 ) -> Iterator[None]:
     """Run every prefill, a forward pass on an empty cache, inside a block of its own.
 
@@ -42,6 +43,8 @@ def enclosed_prefills(
         Makes the block of one prefill. Inside it the decoder's ``forward`` is the model's own.
     end : callable
         Called after each block, without gradients, with the prefill's cache and the validity [b, t] of its tokens.
+    later : callable
+        Called with the number of tokens of any other pass, and of those that the cache holds already.
 
     Raises
     ------
@@ -61,7 +64,10 @@ def enclosed_prefills(
         given = {**given.pop("kwargs", {}), **given}
         inputs = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
         cache = given.get("past_key_values")
-        if inputs is None or (cache is not None and cache.get_seq_length() > 0):
+        held = 0 if cache is None else cache.get_seq_length()
+        if inputs is None or held:
+            if inputs is not None:
+                later(inputs.shape[1], held)
             return original(*args, **kwargs)
         check_cache(cache)
         use_cache = given.get("use_cache")

@@ -20,6 +20,7 @@ from kvpress_prob.hf import (
 )
 from kvpress_prob.hf.observing import configured_attention
 from kvpress_prob.hf.supported import decoder_of
+from kvpress_prob.presses.later import Later
 from kvpress_prob.presses.probabilistic_press import ProbabilisticPress
 from kvpress_prob.presses.report import CompressionReport
 
@@ -103,7 +104,8 @@ class PhysicalPress(BasePress):
         if attention != "sdpa":
             raise ValueError(f"model must have attn_implementation='sdpa' for a press that hides, got {attention!r}")
         layers = _compressed_layers(model, type(self.press).__name__)
-        with enclosed_prefills(model, partial(_block, self.press, model, modules), partial(self._end, layers, modules)):
+        block, end = partial(_block, self.press, model, modules), partial(self._end, layers, modules)
+        with enclosed_prefills(model, block, end, Later(True)):
             yield
 
     def _end(self, layers: list[int], modules: list[Any], cache: Cache, valid: Tensor) -> None:

@@ -28,6 +28,7 @@ from kvpress_prob.presses.bounding import BoundedBlock
 from kvpress_prob.presses.component import Component, shares_of
 from kvpress_prob.presses.compressing import compress
 from kvpress_prob.presses.gathering import Gathered, Gathering, check_sources
+from kvpress_prob.presses.later import Later
 from kvpress_prob.presses.report import CompressionReport
 
 
@@ -232,26 +233,8 @@ class ProbabilisticPress(BasePress):
                 yield
                 block.end()
             else:
-                stack.enter_context(watch_prefills(model, lambda: _Prefill(self), _Later(self.evicts)))
+                stack.enter_context(watch_prefills(model, lambda: _Prefill(self), Later(self.evicts)))
                 yield
-
-
-class _Later:
-    """Says once in a block what was not compressed."""
-
-    def __init__(self, evicts: bool):
-        self.silent = not evicts
-
-    def __call__(self, new: int, held: int) -> None:
-        if new == 1 or self.silent:  # an answer grows token by token
-            return
-        self.silent = True
-        warnings.warn(
-            f"{new} tokens that follow {held} in a cache are kept whole: only a forward pass on an empty cache is "
-            "compressed. Give the whole context in one pass (no prefill_chunk_size, no cached beginning), and ask "
-            "questions after the `with press(model)` block",
-            stacklevel=2,
-        )
 
 
 class _Prefill:

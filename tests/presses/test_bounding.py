@@ -640,6 +640,11 @@ def test_refuses_what_has_no_meaning(settings, message):
         ({"room": -1}, ValueError, "room must be an integer >= 0, got -1"),
         ({"start": "later"}, ValueError, "start must be one of .* got 'later'"),
         ({"start": "decoding"}, ValueError, "start='decoding' needs max_entries"),
+        (
+            {"max_entries": 300, "start": "decoding", "room": 10},
+            ValueError,
+            "room must be 0 with start=.decoding., .*got 10",
+        ),
         ({"progress": 3}, TypeError, "progress must be True, False or callable, got 3"),
     ],
 )

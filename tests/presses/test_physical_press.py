@@ -206,6 +206,14 @@ def test_a_left_padded_batch(model):
 
 
 @torch.no_grad()
+def test_chunks_that_are_not_compressed_are_said(model):
+    press = PhysicalPress(MASKING["AdaKV"]())
+    with pytest.warns(UserWarning, match="50 tokens that follow 50 in a cache are kept whole") as warned, press(model):
+        model.generate(tokens(200), prefill_chunk_size=50, max_new_tokens=2, eos_token_id=None)
+    assert len([it for it in warned if "kept whole" in str(it.message)]) == 1
+
+
+@torch.no_grad()
 def test_two_prefills_in_one_block_and_a_default_cache(model):
     press = PhysicalPress(MASKING["KVzip"]())
     with press(model):
