@@ -1,7 +1,7 @@
 """Telling models apart whose caches do not fit each other: ``fingerprint``.
 
-The digest covers the rotary embedding's settings and names, shapes and a few values of every weight *that takes part*:
-cheap for models of any size, and the same wherever the weights are and however the model came by them.
+The digest covers the settings of the configuration that the computation goes by and names, shapes, data types and a few
+values of every weight *that takes part*: cheap for models of any size, and the same wherever the weights are and however the model came by them.
 
 * Adapters (peft's, by their attributes; peft need not be there): a layer's own weights keep the names that they have
   without adapters. Weights and scaling of an adapter count while it is active and switched on; one that is merged is in
@@ -25,24 +25,44 @@ _PLAIN = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.boo
 _PLAIN = (*_PLAIN, torch.int32, torch.int64)
 
 
+_ASIDE = (
+    "architectures", "dtype", "gradient_checkpointing", "id2label", "initializer_range", "label2id", "model_type",
+    "pretraining_tp", "problem_type", "quantization_config", "return_dict", "task_specific_params",
+    "tie_word_embeddings", "transformers_version", "use_cache",
+)  # fmt: skip
+"""Entries of a configuration that say what a model is called, how it was trained or what it returns."""
+
+
 def fingerprint(model: PreTrainedModel) -> str:
     """Hexadecimal digest that tells models apart whose caches do not fit each other.
 
     The same computation has the same digest: off-loaded or not, with adapters that are switched off or without any.
     """
     digest = hashlib.sha256()
-    rotary = getattr(model.config.get_text_config(), "rope_parameters", None)
-    digest.update(json.dumps(rotary, sort_keys=True, default=str).encode())
+    digest.update(json.dumps(_settings(model), sort_keys=True, default=str).encode())
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     # A weight that is used in several places counts once, by its first name.
     once = {id(tensor): (name, tensor) for name, tensor in reversed(list(_weights(model, "", None)))}
     for name, tensor in sorted(once.values(), key=lambda it: it[0]):
         if name in tied:
             continue
-        digest.update(f"{name} {tuple(tensor.shape)}".encode())
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         for part in _parts(tensor):
             digest.update(part)
     return digest.hexdigest()
+
+
+def _settings(model: PreTrainedModel) -> dict[str, Any]:
+    """Configuration values that change what is computed. What is off is left out: later versions add such entries."""
+    return {
+        name: value
+        for name, value in model.config.get_text_config().to_diff_dict().items()
+        if value is not None
+        and value is not False
+        and not name.startswith(("_", "output_"))
+        and not name.endswith(("_token_id", "dropout"))
+        and name not in _ASIDE
+    }
 
 
 def _weights(module: Any, prefix: str, kept: Any) -> Iterator[tuple[str, Tensor]]:

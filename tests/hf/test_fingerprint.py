@@ -37,6 +37,40 @@ def test_rotary_settings():
     )
 
 
+@pytest.mark.parametrize(
+    ("architecture", "one", "other"),
+    [
+        ("GraniteForCausalLM", {"attention_multiplier": 0.2}, {"attention_multiplier": 0.4}),
+        ("LlamaForCausalLM", {"rms_norm_eps": 1e-6}, {"rms_norm_eps": 1e-2}),
+        ("LlamaForCausalLM", {"hidden_act": "silu"}, {"hidden_act": "gelu"}),
+        ("Gemma2ForCausalLM", {"sliding_window": 16}, {"sliding_window": 32}),
+        ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 16}, {"query_pre_attn_scalar": 64}),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 1]}, {"no_rope_layers": [1, 0]}),
+        ("MixtralForCausalLM", {"num_experts_per_tok": 1}, {"num_experts_per_tok": 2}),
+        (
+            "LlamaForCausalLM",
+            {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16},
+            {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8},
+        ),
+    ],
+)
+def test_settings_of_the_computation(architecture, one, other):
+    """Equal weights; what is done with them differs."""
+    assert fingerprint(build(architecture, **one)) == fingerprint(build(architecture, **one))
+    assert fingerprint(build(architecture, **one)) != fingerprint(build(architecture, **other))
+
+
+def test_what_is_only_said_of_a_model_does_not_count():
+    model = tiny_llama()
+    print_ = fingerprint(model)
+    model.config.use_cache, model.config.name_or_path, model.config.pad_token_id = False, "elsewhere", 7
+    assert fingerprint(model) == print_
+
+
+def test_data_types():
+    assert fingerprint(tiny_llama().bfloat16()) != fingerprint(tiny_llama().bfloat16().float())
+
+
 # -- Adapters ----------------------------------------------------------------------------------------------------------
 
 KINDS = {
