@@ -21,6 +21,7 @@ from kvpress_prob.hf.attention import RaggedKeys
 from kvpress_prob.hf.budget import CacheBudget, Progress
 from kvpress_prob.hf.cache import RaggedLayer
 from kvpress_prob.hf.claiming import claimed
+from kvpress_prob.hf.compiled import uncompiled
 from kvpress_prob.hf.masks import check_padding
 from kvpress_prob.hf.observing import Attended, AttentionInputs, checked, observed
 from kvpress_prob.hf.packing import compress_layer
@@ -60,7 +61,7 @@ def bound_passes(model: PreTrainedModel, start: Callable[[], PassWatcher], budge
     decoder = decoder_of(model)
     modules = [layer.self_attn for layer in decoder.layers]
     session = _Session(model, decoder, start, budget)
-    with claimed(decoder), ExitStack() as on_model:
+    with claimed(decoder), uncompiled(), ExitStack() as on_model:
         on_model.enter_context(RotaryState.of(decoder).kept())
         on_model.enter_context(reachable_rotary(decoder))
         for module in modules:

@@ -8,6 +8,7 @@ ours, as it is KVzip's inside KVzip's block; on exit the model is as it was.
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from kvpress_prob.hf.compiled import uncompiled
 from kvpress_prob.hf.packing import compress_layer
+from kvpress_prob.hf.rotary import RotaryState
 from kvpress_prob.hf.supported import check_cache, decoder_of
 from kvpress_prob.hf.validity import token_validity
 
@@ -40,7 +43,7 @@ def enclosed_prefills(
     ----------
     model : PreTrainedModel
     block : callable
-        Makes the block of one prefill. Inside it the decoder's ``forward`` is the model's own.
+        Makes the block of one prefill. Inside it the decoder's ``forward`` does what the model's own does.
     end : callable
         Called after each block, without gradients, with the prefill's cache and the validity [b, t] of its tokens.
     later : callable
@@ -57,9 +60,12 @@ def enclosed_prefills(
     if decoder in _ENCLOSED:
         raise ValueError("model is already inside a `with press(model)` block that encloses its prefills")
     signature = inspect.signature(original)
+    here = threading.local()  # ``enclosed``: a prefill of this thread is in its block
 
     @functools.wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
+        if getattr(here, "enclosed", False):
+            return original(*args, **kwargs)
         given = signature.bind_partial(*args, **kwargs).arguments
         given = {**given.pop("kwargs", {}), **given}
         inputs = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
@@ -76,21 +82,60 @@ def enclosed_prefills(
                 raise ValueError("use_cache must be True inside `with press(model)`: there is no cache to compress")
             cache = given["past_key_values"] = DynamicCache(config=decoder.config)
         valid = token_validity(given.get("attention_mask"), inputs)
-        with _own_attributes(decoder):
-            decoder.forward = original
-            with block():
-                output = decoder.forward(**given)
+        with _own_attributes(decoder), _rotary_of_this_pass(decoder):
+            here.enclosed = True
+            try:
+                with block():
+                    output = decoder.forward(**given)
+            finally:
+                here.enclosed = False
         with torch.no_grad():
             end(cache, valid)
         return output
 
-    with _own_attributes(decoder):
+    with _own_attributes(decoder), uncompiled(), RotaryState.of(decoder).kept(), _one_thread_at_a_time(decoder):
         decoder.forward = forward
         _ENCLOSED.add(decoder)
         try:
             yield
         finally:
             _ENCLOSED.discard(decoder)
+
+
+@contextmanager
+def _rotary_of_this_pass(decoder: Any) -> Iterator[None]:
+    """Afterwards the rotary frequencies are those that the first pass inside went by, whatever a scorer or a second
+    pass asked for."""
+    own, first = RotaryState.of(decoder), []
+    note = decoder.layers[0].register_forward_pre_hook(lambda *_: None if first else first.append(own.now()))
+    try:
+        yield
+    finally:
+        note.remove()
+        for state in first:
+            state.restore()
+
+
+@contextmanager
+def _one_thread_at_a_time(decoder: nn.Module) -> Iterator[None]:
+    """While one thread's prefill is enclosed, its block is on the model, for every thread that calls it."""
+    lock = threading.RLock()
+
+    def begin(*_: Any) -> None:
+        lock.acquire()
+
+    def end(*_: Any) -> None:
+        lock.release()
+
+    hooks = [
+        decoder.register_forward_pre_hook(begin, prepend=True),
+        decoder.register_forward_hook(end, always_call=True),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def is_enclosed(decoder: nn.Module) -> bool:

@@ -1,7 +1,8 @@
 """Telling models apart whose caches do not fit each other: ``fingerprint``.
 
-The digest covers the settings of the configuration that the computation goes by and names, shapes, data types and a few
-values of every weight *that takes part*: cheap for models of any size, and the same wherever the weights are and however the model came by them.
+The digest covers the settings of the configuration that the computation goes by, and names, shapes, data types and a
+few values of every weight *that takes part*: cheap for models of any size, and the same wherever the weights are and
+however the model came by them.
 
 * Adapters (peft's, by their attributes; peft need not be there): a layer's own weights keep the names that they have
   without adapters. Weights and scaling of an adapter count while it is active and switched on; one that is merged is in

@@ -91,7 +91,7 @@ class _Session:
         self.decoder = decoder
         self.start = start
         self.later = later
-        self.signature = inspect.signature(type(decoder).forward)
+        self.signature = inspect.signature(type(getattr(decoder, "_orig_mod", decoder)).forward)
         self.rotary = RotaryState.of(decoder)
         self.ending: set[threading.Thread] = set()
         self.called: dict[threading.Thread, Tensor] = {}

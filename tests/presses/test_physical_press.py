@@ -3,6 +3,7 @@
 import inspect
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Thread
 
 import kvpress
 import numpy as np
@@ -211,6 +212,85 @@ def test_chunks_that_are_not_compressed_are_said(model):
     with pytest.warns(UserWarning, match="50 tokens that follow 50 in a cache are kept whole") as warned, press(model):
         model.generate(tokens(200), prefill_chunk_size=50, max_new_tokens=2, eos_token_id=None)
     assert len([it for it in warned if "kept whole" in str(it.message)]) == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["AdaKV", "KVzip"])
+def test_threads_wait_for_each_other(model, name):
+    """While a prefill is enclosed, kvpress' hooks are on the model: nobody else may run into them."""
+    alone, press = DynamicCache(), PhysicalPress(MASKING[name]())
+    with press(model):
+        model(tokens(120), past_key_values=alone)
+    caches = [DynamicCache() for _ in range(6)]
+
+    def run(cache: DynamicCache) -> None:
+        with torch.no_grad():
+            model(tokens(120), past_key_values=cache)
+            model(tokens(1), past_key_values=cache)
+
+    with press(model):
+        threads = [Thread(target=run, args=(cache,)) for cache in caches]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for cache in caches:
+        for layer, want in zip(cache.layers, alone.layers, strict=True):
+            assert type(layer) is RaggedLayer
+            assert torch.equal(layer.store.length, want.store.length + 1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("length", [100, 200])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+@pytest.mark.parametrize("scorer", ["expected", "KVzip"])
+def test_rotary_state_is_that_of_the_prefill(scorer, kind, length, tmp_path):
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    if kind == "longrope":
+        rope |= {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+        rope |= {"original_max_position_embeddings": 128}
+    save_tiny_model(tmp_path)
+    model = build("LlamaForCausalLM", max_position_embeddings=128 if kind == "dynamic" else 512, rope_parameters=rope)
+    model.config.name_or_path = str(tmp_path)  # KVzip asks for the tokenizer
+    dense, press = (
+        DynamicCache(),
+        PhysicalPress(
+            AdaKVPress(ExpectedAttentionPress(0.0, n_future_positions=600))
+            if scorer == "expected"
+            else KVzipPress(0.01)
+        ),
+    )
+    before = dict(model.model.rotary_emb.named_buffers())
+    model(tokens(length), past_key_values=dense)
+    want = [model(tokens(1, seed=step), past_key_values=dense).logits for step in range(3)]
+    fresh = build(
+        "LlamaForCausalLM", max_position_embeddings=model.config.max_position_embeddings, rope_parameters=rope
+    )
+    fresh.config.name_or_path = str(tmp_path)
+    cache = DynamicCache()
+    with press(fresh):
+        fresh(tokens(length), past_key_values=cache)
+        got = [fresh(tokens(1, seed=step), past_key_values=cache).logits for step in range(3)]
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, atol=0.3, rtol=0.3)
+    for name, buffer in fresh.model.rotary_emb.named_buffers():
+        assert buffer.shape == before[name].shape
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("how", ["layers", "decoder"])
+def test_compiled_models(how):
+    model, cache, press = tiny_llama(), DynamicCache(), PhysicalPress(AdaKVPress(KnormPress(0.5)))
+    if how == "layers":
+        for layer in model.model.layers:
+            layer.compile(backend="eager")
+    else:
+        model.model = torch.compile(model.model, backend="eager")
+    model(tokens(50))
+    with press(model):
+        model(tokens(200), past_key_values=cache)
+    assert all(type(layer) is RaggedLayer for layer in cache.layers)
+    assert press.report.achieved_ratio == pytest.approx(0.5, abs=0.01)
 
 
 @torch.no_grad()
