@@ -26,6 +26,21 @@ from kvpress_prob.ragged import RaggedKV
 _HIDES_APPENDED = "with a CacheBudget, attention_mask may hide padding before the context only"
 
 
+class _NoGradient(torch.autograd.Function):
+    """The output, whose gradient nobody computes."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, query: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError(
+            "no gradients flow through a compressed KV cache: call the model without asking for them, or with a dense "
+            "cache"
+        )
+
+
 class RaggedLayer(CacheLayerMixin):
     """Cache layer of a compressed context plus everything appended after it.
 
@@ -169,6 +184,8 @@ class RaggedLayer(CacheLayerMixin):
         output = weighted_decode(asked, self.store, scaling=scaling, softcap=softcap)[0].to(query.dtype)
         if self.resampler is not None:
             self._keep_to_budget(self.resampler, asked, scaling, softcap)
+        if query.requires_grad and torch.is_grad_enabled():
+            output = cast(Tensor, _NoGradient.apply(output, query))
         return output
 
     def _keep_to_budget(self, resampler: Resampler, query: Tensor, scaling: float, softcap: float | None) -> None:

@@ -111,12 +111,11 @@ class Pool:
         """The store with this pool's columns. Entries are counted from their head's first one; what weighs something
         already goes on weighing it."""
         place, segment = store.entries()
-        changing = torch.tensor(self.settings.changing, device=place.device)
         first = store.length.cumsum(0) - store.length
         with torch.inference_mode(False), torch.no_grad():
             position = torch.zeros(len(store.log_w), dtype=torch.int32, device=place.device)
             position[place] = (torch.arange(len(place), device=place.device) - first[segment]).int()
-            scores = torch.where(changing, 0.0, torch.nan).expand(len(store.log_w), -1).contiguous()
+            scores = self._unscored(place.device).expand(len(store.log_w), -1).contiguous()
             extra = torch.zeros_like(store.log_w)
             extra[place] = store.log_w[place]
         return store.with_columns(**{POSITION: position, SCORES: scores, EXTRA: extra})
@@ -126,10 +125,14 @@ class Pool:
         n = positions.shape[1]
         places = (store.start + store.length).unsqueeze(-1) - torch.arange(n, 0, -1, device=store.start.device)
         positions = positions.to(places.device).repeat_interleave(store.kv_heads, 0)
-        changing = torch.tensor(self.settings.changing, device=places.device)
         store.columns[POSITION][places.flatten()] = positions.flatten().int()
-        store.columns[SCORES][places.flatten()] = torch.where(changing, 0.0, torch.nan)
+        store.columns[SCORES][places.flatten()] = self._unscored(places.device)
         store.columns[EXTRA][places.flatten()] = 0.0
+
+    def _unscored(self, device: torch.device) -> Tensor:
+        """Scores [k] of a new entry, float32: none yet, or certainly still in the sample."""
+        scores = [0.0 if changing else torch.nan for changing in self.settings.changing]
+        return torch.tensor(scores, dtype=torch.float32, device=device)
 
     def draw_was(self, row: int, boundary: int, log_scale: Tensor, log_tau: Tensor) -> None:
         """Note a draw over the tokens of a batch row before ``boundary``, with its numbers [k hkv]."""

@@ -62,7 +62,9 @@ class Gathering:
     ----------
     components : sequence of Component
     compression_ratio : float
-        What the scorers are told: some (StreamingLLM, CriticalKV) score differently at different ratios.
+        What the scorers are told.
+    entries_per_head : int, optional
+        In its place: every batch row has a ratio of its own.
     uniform_mix : float
     n_sink, n_recent : int
         First and last entries of every head that are always kept.
@@ -75,13 +77,14 @@ class Gathering:
         components: Sequence[Component],
         compression_ratio: float,
         *,
+        entries_per_head: int | None = None,
         uniform_mix: float = 0.0,
         n_sink: int = 0,
         n_recent: int = 0,
         measure_dropped_mass: bool = False,
     ):
         self.components = components
-        self.compression_ratio = compression_ratio
+        self.compression_ratio, self.entries_per_head = compression_ratio, entries_per_head
         self.uniform_mix = uniform_mix
         self.n_sink, self.n_recent = n_sink, n_recent
         self.measure_dropped_mass = measure_dropped_mass
@@ -106,10 +109,14 @@ class Gathering:
             self.attention.append(newest_attention(layer))
         if self.padding is None:
             self.padding = [0] * len(layer.keys) if layer.valid is None else (~layer.valid).sum(-1).tolist()
+        ratios = [self._ratio_of(layer.keys.shape[2] - padding) for padding in self.padding]
         for component, scores in zip(self.components, self.scores, strict=True):
             if not _needs_pass(component.press):
-                component.press.compression_ratio = self.compression_ratio
-                scores.append(score_layer(component, layer, self.padding))
+                scores.append(score_layer(component, layer, self.padding, ratios))
+
+    def _ratio_of(self, tokens: int) -> float:
+        entries = self.entries_per_head
+        return self.compression_ratio if entries is None else max(0.0, 1 - entries / tokens)
 
     def complete(self, prefill: Prefill) -> Gathered:
         """Score what needs the finished prefill, and turn scores into log-weights.

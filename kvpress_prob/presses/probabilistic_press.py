@@ -135,6 +135,7 @@ class ProbabilisticPress(BasePress):
         return Gathering(
             self.components,
             compression_ratio,
+            entries_per_head=self.entries_per_head,
             uniform_mix=self.uniform_mix,
             n_sink=self.n_sink,
             n_recent=self.n_recent,

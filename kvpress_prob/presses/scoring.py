@@ -30,7 +30,7 @@ class LayerScores:
     protected: Tensor
 
 
-def score_layer(component: Component, layer: LayerPrefill, padding: list[int]) -> LayerScores:
+def score_layer(component: Component, layer: LayerPrefill, padding: list[int], ratios: Sequence[float]) -> LayerScores:
     """Scores of every batch row, without its padding and without the others.
 
     Many scorers look at the whole batch (its largest score, its mean) and at padding. A row's scores must not depend on
@@ -43,6 +43,8 @@ def score_layer(component: Component, layer: LayerPrefill, padding: list[int]) -
     layer : LayerPrefill
     padding : list of int
         Left padding of every batch row.
+    ratios : sequence of float
+        What the scorer is told of every row: some (StreamingLLM, CriticalKV) score differently at different ratios.
 
     Raises
     ------
@@ -50,7 +52,8 @@ def score_layer(component: Component, layer: LayerPrefill, padding: list[int]) -
         For scores that are not [1, hkv, t] real numbers.
     """
     rows = []
-    for index, drop in enumerate(padding):
+    for index, (drop, ratio) in enumerate(zip(padding, ratios, strict=True)):
+        component.press.compression_ratio = ratio
         row = layer if len(padding) == 1 and not drop else _row(layer, index, drop)
         devices = [layer.keys.device] if layer.keys.is_cuda else []
         with torch.random.fork_rng(devices) if index + 1 < len(padding) else nullcontext():

@@ -6,6 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from kvpress import KnormPress
 from transformers import (
     DynamicCache,
     Gemma3Config,
@@ -16,6 +17,7 @@ from transformers import (
 
 from kvpress_prob import (
     AttentionPress,
+    CacheBudget,
     Component,
     ExpectedQueries,
     H2OPress,
@@ -165,6 +167,39 @@ def test_autocast_of_every_source(name):
     with torch.autocast("cpu", torch.bfloat16):
         cache = compress(model, tokens(90), PRESSES[name]())
         assert torch.isfinite(model(tokens(2), past_key_values=cache).logits).all()
+
+
+def test_a_gradient_through_a_compressed_cache_is_refused():
+    """Nothing is said of calls whose gradients nobody asks for."""
+    model = tiny_llama()
+    cache = compress(model, tokens(90), next(iter(PRESSES.values()))())
+    with torch.enable_grad():
+        embeds = model.get_input_embeddings()(tokens(5)).detach().requires_grad_()
+        logits = model(inputs_embeds=embeds, past_key_values=cache).logits
+        with pytest.raises(NotImplementedError, match="no gradients flow through a compressed KV cache"):
+            logits[:, -1].sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("scorer", [KnormPress(), MinVariancePress()])
+def test_the_default_dtype_changes_no_bounded_cache(dtype, scorer, tmp_path):
+    model, got = tiny_llama(), []
+    before = torch.get_default_dtype()
+    for default in (before, dtype):
+        torch.set_default_dtype(default)
+        try:
+            press = ProbabilisticPress(scorer, budget=CacheBudget(96, interval=8, queries=8), seed=0)
+            cache = DynamicCache()
+            with torch.no_grad(), press(model):
+                for _ in range(3):
+                    model(tokens(80), past_key_values=cache)
+            save_compressed(cache, tmp_path / "cache.safetensors")
+            cache = load_compressed(tmp_path / "cache.safetensors")
+            with torch.no_grad():
+                got.append(model(tokens(20), past_key_values=cache).logits)
+        finally:
+            torch.set_default_dtype(before)
+    assert torch.equal(*got)
 
 
 @pytest.mark.parametrize("name", PRESSES)

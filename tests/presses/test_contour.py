@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from kvpress import SnapKVPress, StreamingLLMPress
+from kvpress import CriticalKVPress, SnapKVPress, StreamingLLMPress
 from transformers import DynamicCache
 
 from kvpress_prob import AttentionPress, CompressionReport, MinVariancePress, ProbabilisticPress, Reconstruction
@@ -103,17 +103,20 @@ def test_a_budget_of_no_less_than_the_context_keeps_everything(press):
         assert one.report.achieved_ratio == one.report.target_ratio == 0
 
 
-def test_every_batch_row_has_its_own_share():
+@pytest.mark.parametrize(
+    "scorer", [MinVariancePress(), StreamingLLMPress(n_sink=2), CriticalKVPress(SnapKVPress(window_size=8))]
+)
+def test_every_batch_row_has_its_own_share(scorer):
     """As each alone: 30 of 90 entries, 30 of 40, and all of 20; what has no score is kept too where all fit."""
     model, ids = tiny_llama(), tokens(90, batch=3)
     lengths = [90, 40, 20]
     mask = torch.stack([(torch.arange(90) >= 90 - length).long() for length in lengths])
-    press = ProbabilisticPress(MinVariancePress(), entries_per_head=30, seed=0)
+    press = ProbabilisticPress(scorer, entries_per_head=30, seed=0)
     cache = compressed(model, press, ids, attention_mask=mask)
     assert (press.report.kept.double().mean((0, 2)) - torch.tensor([30.0, 30.0, 20.0])).abs().max() <= 1
     assert press.report.target_ratio == pytest.approx(1 - 80 / 150)
     for row, length in enumerate(lengths):
-        alone = ProbabilisticPress(MinVariancePress(), entries_per_head=30, seed=0)
+        alone = ProbabilisticPress(scorer, entries_per_head=30, seed=0)
         single = compressed(model, alone, ids[row : row + 1, 90 - length :])
         assert torch.equal(press.report.kept[:, row], alone.report.kept[:, 0])
         for layer, other in zip(cache.layers, single.layers, strict=True):
