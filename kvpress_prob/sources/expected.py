@@ -78,11 +78,13 @@ class ExpectedQueries:
         )
 
     def _rotated_on(self, layer: LayerPrefill, x: Tensor, t: int) -> Tensor:
-        """Apply the average rotation of the positions ``t`` to ``t + n_future_positions`` to the last axis of x."""
+        """Apply the average rotation of the ``n_future_positions`` after the context to the last axis of x."""
         if not _rotates(layer):
             return x
         module: Any = layer.module
-        positions = torch.arange(t, t + self.n_future_positions, device=x.device).unsqueeze(0)
+        given = layer.kwargs.get("position_ids")
+        positions = torch.arange(self.n_future_positions, device=x.device).unsqueeze(0)
+        positions = positions + (t if given is None else given[..., -1].amax().to(x.device) + 1)
         with RotaryState.of(module.rotary_emb).held():
             cos, sin = module.rotary_emb(x, positions)
         return _rotate(layer, x, cos.mean(1, keepdim=True), sin.mean(1, keepdim=True))

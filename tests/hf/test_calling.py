@@ -169,6 +169,20 @@ def test_autocast_of_every_source(name):
         assert torch.isfinite(model(tokens(2), past_key_values=cache).logits).all()
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("offset", [50, 1000])
+def test_expected_queries_come_after_the_context_wherever_it_begins(offset):
+    """Rotary attention knows distances alone."""
+    model, kept = tiny_llama(), []
+    for begin in (0, offset):
+        press = ProbabilisticPress(AttentionPress(source=ExpectedQueries(n_future_positions=64)), 0.5, seed=0)
+        with press(model):
+            positions = begin + torch.arange(90).unsqueeze(0)
+            model(tokens(90), position_ids=positions, past_key_values=DynamicCache())
+        kept.append(press.report.kept)
+    assert torch.equal(*kept)
+
+
 def test_a_gradient_through_a_compressed_cache_is_refused():
     """Nothing is said of calls whose gradients nobody asks for."""
     model = tiny_llama()
