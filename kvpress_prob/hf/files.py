@@ -21,7 +21,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     if not path.parent.is_dir():
         raise FileNotFoundError(f"path must be in an existing folder, got {path}")
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary = path.with_name(f".{path.name[:40]}.{uuid.uuid4().hex}")
     try:
         temporary.touch(exist_ok=False)
         permissions = temporary.stat().st_mode & 0o777
