@@ -101,7 +101,7 @@ def save_compressed(
         "layers": layers,
     }
     with replacing(Path(path)) as temporary:
-        save_file(tensors, temporary, {_KEY: json.dumps(header)})
+        save_file(tensors, temporary, {_KEY: json.dumps(header, default=lambda number: number.item())})
 
 
 _REPORTED = ("settings", "target_ratio", "achieved_ratio", "seed")

@@ -40,9 +40,13 @@ def log_weights_from_inclusion(kept: Bool[Tensor, "h t"], probability: Float[Ten
     return -torch.where(kept, probability.double(), 1).log()
 
 
+LARGEST = 1e30
+"""A log-weight that is as good as infinite."""
+
+
 def temper(log_w: Float[Tensor, "*head t"], temperature: float) -> Float[Tensor, "*head t"]:
-    """``log_w / tau``."""
-    return log_w / temperature
+    """``log_w / tau``, no further than float32 logits can be added to."""
+    return torch.where(log_w.isfinite(), (log_w / temperature).clamp(-LARGEST, LARGEST), log_w)
 
 
 def truncate(log_w: Float[Tensor, "*head t"], max_weight: float) -> Float[Tensor, "*head t"]:

@@ -201,8 +201,13 @@ def log_proposal(
         ``-inf`` where nothing is drawn.
     """
     scores = scores.double()
-    linear = torch.where(drawable, scores.clamp(min=0), 0).log() / temperature
-    exponent = torch.where(drawable, scores / temperature, -torch.inf)
+    log_s = scores.clamp(min=0).log()
+    linear = torch.where(drawable & (log_s > -torch.inf), log_s / temperature, -torch.inf)
+    exponent = scores
+    if scores_are != "log_weights" and scores.shape[-1]:  # logits count from the largest, so that nothing overflows
+        top = torch.where(drawable, scores, -torch.inf).amax(-1, keepdim=True)
+        exponent = scores - top.clamp(min=torch.finfo(torch.float64).min)
+    exponent = torch.where(drawable, exponent / temperature, -torch.inf)
     if scores_are == "weights":
         log_a = linear
     elif scores_are == "log_weights":

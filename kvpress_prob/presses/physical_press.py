@@ -20,6 +20,7 @@ from kvpress_prob.hf import (
 )
 from kvpress_prob.hf.observing import configured_attention
 from kvpress_prob.hf.supported import decoder_of
+from kvpress_prob.maths.arguments import check_ratio
 from kvpress_prob.presses.later import Later
 from kvpress_prob.presses.probabilistic_press import ProbabilisticPress
 from kvpress_prob.presses.report import CompressionReport
@@ -69,6 +70,9 @@ class PhysicalPress(BasePress):
                     f"press must hide entries at the prefill only, got {name} that compresses while decoding too: "
                     "entries that are evicted cannot be chosen from again"
                 )
+            for ratio in ("compression_ratio", "head_compression_ratio"):
+                if vars(press).get(ratio) is not None:
+                    check_ratio(vars(press)[ratio])
 
     @property
     def compression_ratio(self) -> float:

@@ -29,6 +29,7 @@ from kvpress import (
     TOVAPress,
 )
 
+from kvpress_prob.maths.arguments import check_ratio
 from kvpress_prob.presses.attention_press import AttentionPress
 from kvpress_prob.presses.component import Component
 from kvpress_prob.presses.h2o_press import H2OPress
@@ -143,8 +144,9 @@ def make_press(name: str, compression_ratio: float = 0.0, seed: int | None = 0) 
     Raises
     ------
     ValueError
-        For an unknown name; the message lists the known ones.
+        For an unknown name; the message lists the known ones. For a ratio outside [0, 1).
     """
+    check_ratio(compression_ratio)
     if name not in PRESSES and name not in PHYSICAL_PRESSES:
         raise ValueError(f"name must be one of {sorted([*PRESSES, *PHYSICAL_PRESSES])}, got {name!r}")
     press = PRESSES[name](seed) if name in PRESSES else PHYSICAL_PRESSES[name]()

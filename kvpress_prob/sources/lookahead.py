@@ -47,7 +47,10 @@ class Lookahead:
         check_seed("seed", self.seed)
 
     def check(self, upcoming: Upcoming) -> None:
-        """Refuse a prefill whose continuations would leave the model's own table of positions."""
+        """Refuse a model that does not generate, and a prefill whose continuations would leave its own table of
+        positions."""
+        if not upcoming.model.can_generate():
+            raise TypeError(f"Lookahead needs a model that generates text, got {type(upcoming.model).__name__}")
         upcoming.check_positions(self.n_tokens)
 
     def run(self, prefill: Prefill, visit: Visit) -> None:
@@ -79,7 +82,7 @@ class Lookahead:
         drawn, counts, total = [], [], torch.zeros(len(logits), dtype=torch.float32, device=logits.device)
         going = torch.ones(len(logits), dtype=torch.bool, device=logits.device)
         for step in range(self.n_tokens):
-            chance = torch.softmax(logits.float() / self.temperature, -1)
+            chance = torch.softmax((logits.float() - logits.float().amax(-1, keepdim=True)) / self.temperature, -1)
             token = torch.multinomial(chance.cpu(), 1, generator=generator).to(logits.device)
             going = going & ~torch.isin(token.squeeze(-1), stops)
             count = going if step else torch.ones_like(going)

@@ -5,12 +5,13 @@ import json
 import os
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import DynamicCache, StaticCache
 
-from kvpress_prob import CacheBudget, load_compressed, save_compressed
+from kvpress_prob import CacheBudget, MinVariancePress, ProbabilisticPress, load_compressed, save_compressed
 from kvpress_prob.hf import read_header, saving
 from tests.helpers.compare import compress, dense, greedy, press_of
 from tests.helpers.models import ARCHITECTURES, build, tiny_gemma3, tiny_llama, tokens
@@ -350,3 +351,17 @@ def test_an_interrupted_save_leaves_the_old_file_whole(saved, path, monkeypatch,
         save_compressed(compress(tiny_llama(), tokens(20), press_of()), path)
     assert path.read_bytes() == before
     assert list(path.parent.iterdir()) == [path]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("start", ["prefill", "decoding"])
+def test_numbers_of_numpy_are_saved(start, tmp_path):
+    """Scenario S54."""
+    model, cache = tiny_llama(), DynamicCache()
+    budget = CacheBudget(np.int64(96), interval=np.int32(8), queries=8, start=start)
+    press = ProbabilisticPress(MinVariancePress(), np.float32(0.5), n_sink=np.int64(3), budget=budget, seed=np.int64(2))
+    with press(model):
+        model(tokens(200), past_key_values=cache)
+    save_compressed(cache, tmp_path / "cache.safetensors", report=press.report)
+    loaded = load_compressed(tmp_path / "cache.safetensors")
+    assert torch.equal(model(tokens(2), past_key_values=loaded).logits, model(tokens(2), past_key_values=cache).logits)

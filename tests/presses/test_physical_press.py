@@ -28,7 +28,7 @@ from kvpress import (
 )
 from transformers import DynamicCache, QuantizedCache
 
-from kvpress_prob import PhysicalPress, ProbabilisticPress
+from kvpress_prob import PhysicalPress, ProbabilisticPress, make_press
 from kvpress_prob.demo.comparison import demo_text
 from kvpress_prob.hf import RaggedLayer, cache_bytes
 from kvpress_prob.models.loading import load_pipeline
@@ -204,6 +204,17 @@ def test_a_left_padded_batch(model):
         caches.append(model(question, attention_mask=full, past_key_values=cache).logits)
     torch.testing.assert_close(caches[1], caches[0], atol=1e-4, rtol=1e-4)
     assert press.report.context_lengths == [60, 40]
+
+
+@pytest.mark.parametrize("ratio", [1.5, 1.0, -0.5, "0.5"])
+def test_ratios_are_checked_before_anything_runs(model, ratio):
+    for name in ("adakv_snapkv_physical", "duo_attention_physical", "prob_best"):
+        with pytest.raises(ValueError, match=r"compression_ratio must be a number in \[0, 1\), got"):
+            make_press(name, ratio)
+    press = PhysicalPress(AdaKVPress(KnormPress()))
+    press.compression_ratio = ratio
+    with pytest.raises(ValueError, match=r"compression_ratio must be a number in \[0, 1\), got"), press(model):
+        pass
 
 
 @torch.no_grad()

@@ -218,6 +218,25 @@ def test_report_adds_up(allocation):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("scorer", [MinVariancePress(), SnapKVPress(window_size=8), KnormPress()])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"proposal_temperature": float("inf"), "n_sink": 4},
+        {"proposal_temperature": 1e-300},
+        {"temperature": 1e-40},
+        {"temperature": float("inf")},
+    ],
+)
+def test_extreme_temperatures_are_limits(scorer, settings):
+    """Scenario S35: the uniform draw, top-k, the largest weights that there are, and none."""
+    model, press = tiny_llama(), ProbabilisticPress(scorer, 0.5, seed=0, **settings)
+    cache = run(press, model=model, length=120)
+    assert abs(press.report.achieved_ratio - 0.5) <= 1 / 120
+    assert model(tokens(3), past_key_values=cache).logits.isfinite().all()
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("family", [tiny_llama, tiny_gemma3])
 @pytest.mark.parametrize("ratio", [0.0, 0.5, 0.95])
 def test_the_report_bounds_the_bytes_of_every_later_moment(family, ratio):

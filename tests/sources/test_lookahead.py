@@ -143,3 +143,12 @@ def test_embeddings_are_refused_before_the_prefill():
     with press(model), pytest.raises(ValueError, match="input_ids must be given to the model for a reconstruction"):
         model(inputs_embeds=torch.randn(1, 20, 64), past_key_values=cache)
     assert not ran
+
+
+@pytest.mark.parametrize("architecture", ["LlamaModel", "LlamaForSequenceClassification"])
+def test_a_model_that_generates_nothing_is_refused_before_the_prefill(architecture):
+    model, cache = build(architecture), DynamicCache()
+    with pytest.raises(TypeError, match=f"Lookahead needs a model that generates text, got {architecture}"):  # noqa: SIM117
+        with ProbabilisticPress(AttentionPress(source=Lookahead()), 0.5)(model):
+            model(tokens(60), past_key_values=cache)
+    assert cache.get_seq_length() == 0
