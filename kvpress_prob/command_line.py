@@ -8,12 +8,13 @@ takes words: ``--ratios 0.2 0.5``, and may be given several times.
 
 import inspect
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -69,6 +70,9 @@ def _spelt_out(commands: Commands, argv: list[str]) -> list[str]:
         if tail and not tail[0].startswith("-"):
             _check_file(Path(tail[0]), names)
             tail = ["--config", *tail]
+        else:
+            for file in _config_files(tail):
+                _check_file(file, names)
         hints |= get_type_hints(config)
     lists = {name: item for name, hint in hints.items() if (item := _item_type(hint)) is not None}
     tail = _lists_joined([_dashes.sub(lambda match: match[0].replace("-", "_"), word) for word in tail], lists)
@@ -112,10 +116,32 @@ def _joined(words: list[str], item: Any) -> str:
     return json.dumps(words, ensure_ascii=False) if item in (str, Path) else f"[{', '.join(words)}]"
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML whose mappings have every key once."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        node = cast(yaml.MappingNode, super().compose_mapping_node(cast(Any, anchor)))
+        found = set[tuple[str, Any]]()
+        for key, _ in node.value:
+            if (key.tag, key.value) in found:
+                message = f"keys must be different from each other, got {key.value!r} twice"
+                raise yaml.MarkedYAMLError(problem=message, problem_mark=key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                found.add((key.tag, key.value))
+        return node
+
+
+def _config_files(words: list[str]) -> list[Path]:
+    """Files that are given as ``--config FILE`` or ``--config=FILE``."""
+    after = [value for word, value in zip(words, words[1:], strict=False) if word == "--config"]
+    joined = [word.partition("=")[2] for word in words if word.startswith("--config=")]
+    return [Path(value) for value in after + joined if os.path.isfile(value)]
+
+
 def _check_file(path: Path, names: list[str]) -> None:
     """``ValueError`` unless the file is a YAML mapping of the given names."""
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506  (a SafeLoader)
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise ValueError(f"config must be a YAML file, got '{path}': {error}") from error
     if not isinstance(values, dict):

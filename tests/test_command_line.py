@@ -85,6 +85,20 @@ def test_what_is_no_number_is_refused(words):
         parsed(*words)
 
 
+@pytest.mark.parametrize("how", ["{}", "--config {}", "--config={}"])
+@pytest.mark.parametrize("text", ["ratios: [0.1]\nsize: 4\nratios: [0.2]\n", "size: 3\ntasks:\n- {a: 1, a: 2}\n"])
+def test_a_key_that_comes_twice_is_named_with_its_line(tmp_path, how, text):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"a.yaml': keys must be different .*, got '(ratios|a)' twice\s.* line 3"):
+        parsed(*how.format(tmp_path / "a.yaml").split())
+
+
+def test_merged_keys_may_be_changed(tmp_path):
+    (tmp_path / "a.yaml").write_text("ratios: [0.1]\n<<: {size: 4, ratios: [0.2]}\n")
+    config = parsed(str(tmp_path / "a.yaml"))["config"]
+    assert (config.ratios, config.size) == ([0.1], 4)
+
+
 def test_presses_by_name(tmp_path):
     def sweep(config: SweepConfig, output: Path = Path("results")) -> None:
         """Sweep."""

@@ -153,13 +153,22 @@ def _content(path: Path) -> bytes:
 
 def _value(content: bytes, place: str) -> Any:
     try:
-        return json.loads(content.decode("utf-8"), parse_constant=_refuse)
+        return json.loads(content.decode("utf-8"), parse_constant=_refuse, object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: must be JSON in UTF-8, got {content[:60]!r}: {error}") from error
 
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no number of JSON")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"keys of an object must be different from each other, got {twice!r} twice")
+    return found
 
 
 @cache

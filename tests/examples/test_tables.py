@@ -107,7 +107,7 @@ def test_lines_of_data_end_at_line_feeds(tmp_path, separator):
     assert all(example.answers == [f"x{separator}y"] for example in examples)
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", "3", '{"a": NaN}', '{"a": Infinity}'])
+@pytest.mark.parametrize("line", ["{", "[1]", "3", '{"a": NaN}', '{"a": Infinity}', '{"a": 1, "a": 2}'])
 def test_a_line_that_is_no_object_is_named(tmp_path, line):
     rows = [json.dumps(row) for row in ruler_rows(3)]
     (tmp_path / "rows.jsonl").write_text("\n".join([*rows[:2], "", line, rows[2]]))

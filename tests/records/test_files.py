@@ -176,6 +176,17 @@ def test_bad_configurations_are_refused(folder, content):
 
 
 @pytest.mark.parametrize("file", [CONFIG, EXAMPLES, RECORDS])
+def test_a_key_that_comes_twice_is_named(folder, file):
+    lines = (folder / file).read_text().splitlines(keepends=True)
+    place = 0 if file == CONFIG else 2
+    lines[place] = lines[place].replace("{", '{"name": "y", "x": 3, "x": 4, ', 1)
+    (folder / file).write_text("".join(lines))
+    where = f"{file}'" if file == CONFIG else f"{file}', line 3"
+    with pytest.raises(ValueError, match=f"{where}: .*keys of an object must be different from each other, got '"):
+        read_results(folder)
+
+
+@pytest.mark.parametrize("file", [CONFIG, EXAMPLES, RECORDS])
 def test_a_missing_file_is_named(folder, file):
     (folder / file).unlink()
     with pytest.raises(ValueError, match=f"must be a results folder, got no {file}"):
