@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from types import UnionType
 from typing import Any, Union, cast, get_args, get_origin, get_type_hints
@@ -19,6 +20,7 @@ from typing import Any, Union, cast, get_args, get_origin, get_type_hints
 import yaml
 
 from kvpress_prob.extras import extra
+from kvpress_prob.values import is_number
 
 with extra("cli", "The command line"):
     from jsonargparse import ArgumentParser
@@ -43,7 +45,13 @@ def parse(commands: Commands, argv: list[str], version: str) -> tuple[Callable[.
         sub = ArgumentParser(exit_on_error=False, description=summary)
         sub.add_function_arguments(function, as_group=False, as_positional=True, skip={"arguments"})
         subcommands.add_subcommand(name, sub, help=summary)
-    parsed = parser.instantiate(parser.parse_args(_spelt_out(commands, argv)))
+    words = _spelt_out(commands, argv)
+    try:
+        parsed = parser.instantiate(parser.parse_args(words))
+    except OverflowError as error:
+        place = next((place for place, word in enumerate(words) if _huge.search(word)), len(words))
+        given = " ".join(words[max(place - 1, 0) : place + 1])
+        raise ValueError(f"numbers of options must be ones that a float can hold, got {given}") from error
     command = commands[parsed.command]
     options = vars(parsed[parsed.command])
     takes = "arguments" in inspect.signature(command).parameters
@@ -81,6 +89,7 @@ def _spelt_out(commands: Commands, argv: list[str]) -> list[str]:
 
 
 _dashes = re.compile(r"(?<=^--)[^=]+")
+_huge = re.compile(r"\d{309}")
 _number = re.compile(r"-[\d.]")
 
 
@@ -117,10 +126,10 @@ def _joined(words: list[str], item: Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML whose mappings have every key once."""
+    """YAML whose mappings have every key once, and whose integers a float can hold."""
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
-        node = cast(yaml.MappingNode, super().compose_mapping_node(cast(Any, anchor)))
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = cast(yaml.MappingNode, super().compose_mapping_node(anchor))
         found = set[tuple[str, Any]]()
         for key, _ in node.value:
             if (key.tag, key.value) in found:
@@ -131,9 +140,23 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
+    try:
+        value = loader.construct_yaml_int(node)
+    except ValueError:  # more digits than Python reads
+        value = None
+    if not is_number(value):
+        message = f"numbers must be ones that a float can hold, got {node.value!r}"
+        raise yaml.MarkedYAMLError(problem=message, problem_mark=node.start_mark)
+    return cast(int, value)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _whole_number)
+
+
 def _config_files(words: list[str]) -> list[Path]:
     """Files that are given as ``--config FILE`` or ``--config=FILE``."""
-    after = [value for word, value in zip(words, words[1:], strict=False) if word == "--config"]
+    after = [value for word, value in pairwise(words) if word == "--config"]
     joined = [word.partition("=")[2] for word in words if word.startswith("--config=")]
     return [Path(value) for value in after + joined if os.path.isfile(value)]
 
@@ -141,7 +164,7 @@ def _config_files(words: list[str]) -> list[Path]:
 def _check_file(path: Path, names: list[str]) -> None:
     """``ValueError`` unless the file is a YAML mapping of the given names."""
     try:
-        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506  (a SafeLoader)
+        values = yaml.load(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeError, yaml.YAMLError) as error:
         raise ValueError(f"config must be a YAML file, got '{path}': {error}") from error
     if not isinstance(values, dict):

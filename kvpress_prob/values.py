@@ -1,6 +1,7 @@
 """Checks of plain values that people and programs write into files: their types, their ranges, what they become."""
 
 import math
+import re
 from collections.abc import Sequence
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -9,10 +10,13 @@ LONGEST_NAME = 80
 """Characters of what begins a folder's name."""
 SEEDS = 2**63
 """Seeds are below."""
+WHOLE = 2**63
+"""Integers are below, and above its negative."""
 
 
 def fits(value: Any, hint: Any) -> bool:
-    """Whether a value has the type of an annotation; integers are floats, booleans are no numbers, floats are finite.
+    """Whether a value has the type of an annotation; integers are floats, booleans are no numbers, floats are finite,
+    integers have 64 bits.
 
     Annotations that cannot be checked, such as callables', fit everything.
     """
@@ -28,15 +32,26 @@ def fits(value: Any, hint: Any) -> bool:
     if hint is None:
         return value is None
     if hint is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        return is_number(value)
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) < WHOLE
     if isinstance(hint, type) and origin is None and not getattr(hint, "_is_protocol", False):
         return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
     return origin is not Sequence or (isinstance(value, Sequence) and not isinstance(value, str))
 
 
+def is_number(value: Any) -> bool:
+    """Whether a value is a number, no boolean, that a float can hold."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def said(hint: Any) -> str:
     """An annotation as a message says it."""
-    return hint.__name__ if isinstance(hint, type) and get_origin(hint) is None else str(hint).replace("typing.", "")
+    text = hint.__name__ if isinstance(hint, type) and get_origin(hint) is None else str(hint).replace("typing.", "")
+    return re.sub(r"\bint\b", "int of 64 bits", text)
 
 
 def check_name(name: str, value: Any) -> None:
@@ -59,16 +74,15 @@ def check_count(name: str, value: Any) -> None:
     """Raise ``ValueError`` unless the value is an integer of at least 1."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{name} must be an integer, got {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
+    if not 1 <= value < WHOLE:
+        raise ValueError(f"{name} must be at least 1{' and below 2^63' if value > 1 else ''}, got {value}")
 
 
 def check_ratios(values: Any, *, zero: bool) -> None:
     """Raise ``ValueError`` unless the values are different compression ratios, 0 among them only if ``zero``."""
     check_list("ratios", values)
     for value in values:
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-        if not number or not 0 <= value < 1 or (value == 0 and not zero):
+        if not is_number(value) or not 0 <= value < 1 or (value == 0 and not zero):
             raise ValueError(f"ratios must be in {'[' if zero else '('}0, 1), got {value!r}")
 
 

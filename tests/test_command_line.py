@@ -93,6 +93,24 @@ def test_a_key_that_comes_twice_is_named_with_its_line(tmp_path, how, text):
         parsed(*how.format(tmp_path / "a.yaml").split())
 
 
+HUGE = "1" * 400
+
+
+@pytest.mark.parametrize("text", [f"ratios: [0.1]\nsize: {HUGE}\n", f"ratios: [0.1,\n {13 * HUGE}]\n"])
+def test_huge_numbers_of_a_file_are_named_with_their_line(tmp_path, text):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ValueError, match=r"a.yaml': numbers must be ones that a float can hold, got '1*'\s.* line 2"):
+        parsed(str(tmp_path / "a.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"), [(["--ratios", "0.5", HUGE], "--config.ratios="), (["--parts", f"[{HUGE}]"], "--parts=")]
+)
+def test_huge_numbers_of_options_are_named(words, said):
+    with pytest.raises(ValueError, match=rf"numbers of options must be ones that a float can hold, got .*{said}\[.*1"):
+        parsed(*words)
+
+
 def test_merged_keys_may_be_changed(tmp_path):
     (tmp_path / "a.yaml").write_text("ratios: [0.1]\n<<: {size: 4, ratios: [0.2]}\n")
     config = parsed(str(tmp_path / "a.yaml"))["config"]

@@ -16,6 +16,7 @@ import pandas as pd
 from kvpress_prob.examples.tasks import ANSWERS, COLUMNS, TASKS
 from kvpress_prob.records import Benchmark
 from kvpress_prob.records.files import lines_of, parse_object
+from kvpress_prob.values import WHOLE, is_number
 
 CLASSIFICATION = "trec"
 """LongBench's task whose metric asks for the names of all classes."""
@@ -92,8 +93,12 @@ def _checked_row(benchmark: Benchmark, row: dict[Any, Any]) -> list[str]:
     if row["task"] not in TASKS[benchmark]:
         raise ValueError(f"column 'task' must be among {list(TASKS[benchmark])}, got {row['task']!r}")
     tokens = row["max_new_tokens"]
-    if isinstance(tokens, bool | np.bool_) or not isinstance(tokens, int | float | np.number) or not tokens >= 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {tokens!r}")
+    if (
+        isinstance(tokens, bool | np.bool_)
+        or not isinstance(tokens, int | float | np.number)
+        or not 1 <= tokens < WHOLE
+    ):
+        raise ValueError(f"max_new_tokens must be at least 1 and below 2^63, got {tokens!r}")
     if tokens != int(tokens):
         raise ValueError(f"max_new_tokens must be a whole number, got {tokens!r}")
     classes = row.get("all_classes")
@@ -122,7 +127,7 @@ def _text(column: str, value: Any) -> str:
 
 
 def _answer(benchmark: Benchmark, task: str, column: str, value: Any) -> str:
-    number = isinstance(value, int | float | np.number) and not isinstance(value, bool) and np.isfinite(value)
+    number = is_number(value) or (isinstance(value, np.number) and np.isfinite(value))
     answer = _text(column, str(value) if number else value)
     if benchmark == "ruler" and not answer.strip():
         raise ValueError(f"{column} must not hold blank text, which every prediction contains")

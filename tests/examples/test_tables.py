@@ -56,6 +56,7 @@ def test_one_answer_is_one_answer(tmp_path, benchmark, file, answer):
         ("ruler", {"answer": [None]}, "answer must be text, got None"),
         ("ruler", {"answer": [["7"]]}, r"answer must be text, got \['7'\]"),
         ("ruler", {"answer": [float("nan")]}, "must be JSON in UTF-8|answer must be text, got nan"),
+        ("ruler", {"answer": 10**400}, "answer must be text, got 1000"),
         ("ruler", {"answer": True}, "answer must be text, got True"),
         ("ruler", {"answer": {"a": 1}}, r"answer must be text, got \{'a': 1\}"),
         ("ruler", {"answer": ["\ud800"]}, "answer must be text that UTF-8 can hold"),
@@ -70,8 +71,8 @@ def test_one_answer_is_one_answer(tmp_path, benchmark, file, answer):
             for value in (None, 3, ["x"])
         ),
         *(
-            (benchmark, {"max_new_tokens": value}, "max_new_tokens must be (at least 1|a whole number), got ")
-            for benchmark in BENCHMARKS for value in (0, -3, 0.5, 2.5, "8", None, True, [8])
+            (benchmark, {"max_new_tokens": value}, "max_new_tokens must be (at least 1.*|a whole number), got ")
+            for benchmark in BENCHMARKS for value in (0, -3, 0.5, 2.5, "8", None, True, [8], 10**400, 10**30)
         ),
         ("ruler", {"context": "a\ud800b"}, "context must be text that UTF-8 can hold"),
     ],
@@ -84,6 +85,14 @@ def test_bad_cells_are_named_with_their_row(tmp_path, benchmark, change, message
         load_examples(benchmark, str(path), count_tokens=count)
     with pytest.raises(ValueError, match=r"row 3 of 'here'|line 3"):
         checked_table(benchmark, read_table(path), "here")
+
+
+def test_tokens_are_a_finite_number(tmp_path):
+    write_rows(tmp_path / "rows.jsonl", [ruler_rows(1)[0] | {"max_new_tokens": "HERE"}])
+    text = (tmp_path / "rows.jsonl").read_text()
+    (tmp_path / "rows.jsonl").write_text(text.replace('"HERE"', "1e400"))
+    with pytest.raises(ValueError, match=r"row 1 of .*: max_new_tokens must be at least 1 and below 2\^63, got inf"):
+        load_examples("ruler", str(tmp_path / "rows.jsonl"), count_tokens=count)
 
 
 def test_a_checked_table_is_a_new_one():

@@ -175,6 +175,20 @@ def test_bad_configurations_are_refused(folder, content):
         read_config(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("score", "9" * 400), ("score", "9" * 5000), ("score", "1e400"), ("cache_bytes", "9" * 400),
+     ("cache_bytes", "1" + "0" * 30), ("generated_tokens", "-1" + "0" * 30), ("layer_ratios", f"[{'9' * 400}]")],
+)  # fmt: skip
+def test_huge_numbers_are_named(folder, name, value):
+    lines = (folder / RECORDS).read_text().splitlines(keepends=True)
+    row = json.loads(lines[1])
+    lines[1] = json.dumps(row | {name: "HERE"}).replace('"HERE"', value) + "\n"
+    (folder / RECORDS).write_text("".join(lines))
+    with pytest.raises(ValueError, match=f"{RECORDS}', line 2: ({name} must be|must be JSON.* digits)"):
+        read_results(folder)
+
+
 @pytest.mark.parametrize("file", [CONFIG, EXAMPLES, RECORDS])
 def test_a_key_that_comes_twice_is_named(folder, file):
     lines = (folder / file).read_text().splitlines(keepends=True)

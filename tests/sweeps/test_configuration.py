@@ -28,7 +28,7 @@ BAD = {
                 [PressSpec("adakv_snapkv", {"alpha_safeguard": math.nan})], [PressSpec("prob_min", {"sampler": 3})],
                 [PressSpec("tova"), PressSpec("snapkv", label="tova")]),
     "ratios": ([], 0.5, None, ["0.5"], [1.0], [1], [-0.1], [math.nan], [math.inf], [True], [None], [0.5, 0.5],
-               [0, 0.0]),
+               [0, 0.0], [10**400]),
     "entries": ([], 64, [0], [-3], [2.5], ["8"], [True], [64, 64], [4096]),
     "seeds": ([], 0, None, ["0"], [0, 0], [1, 2, 1], [-1], [2**63], [0.0], [True], [None]),
     "benchmark": ("loogle", "", None, 3, "RULER"),
@@ -40,7 +40,7 @@ BAD = {
     "attn_implementation": ("flash_attention_2", "", None),
     "device": ("gpu", "", "cuda:x", "cuda:-1", "meta", "cpu0", 0, "0", "../cpu"),
     "data_seed": (-1, 0.5, True, None, "0", 2**63),
-    **{name: (0, -3, 2.5, "8", True, [8]) for name in COUNTS},
+    **{name: (0, -3, 2.5, "8", True, [8], 10**400) for name in COUNTS},
 }  # fmt: skip
 
 
