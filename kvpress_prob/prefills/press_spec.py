@@ -118,6 +118,9 @@ class PressSpec:
         if self.name == NO_PRESS:
             raise ValueError(f"label must not be that of the dense cache, got {self.label!r} for {self.press}")
         press = BASELINES[self.press]() if self.press in BASELINES else make_press(self.press)
+        for key in self.options:
+            if not isinstance(key, str):
+                raise ValueError(f"options of {self.press} must have names as keys, got {key!r}")
         try:
             return _changed(press, self.options)
         except (AssertionError, TypeError) as error:  # how kvpress' presses refuse a value

@@ -22,6 +22,7 @@ BAD = {
     "presses": ([], "snapkv", None, ["snapkv", "snapkv"], [""], ["snap"], [3], [PressSpec("snapkv", label="a\nb")],
                 [PressSpec("snapkv", label=" ")], [PressSpec("snapkv", label="no_press")],
                 [PressSpec("no_press", label="dense")], [PressSpec("snapkv", {"window_size": -1})],
+                [PressSpec("snapkv", {3: 5})], [PressSpec("prob_best", {None: 5})],
                 [PressSpec("snapkv", {"window_size": "many"})], [PressSpec("snapkv", {"window_size": 2.5})],
                 [PressSpec("adakv_snapkv", {"press": "snapkv"})],
                 [PressSpec("adakv_snapkv", {"alpha_safeguard": True})],
