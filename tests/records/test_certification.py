@@ -172,6 +172,12 @@ def test_refusals():
         frame[~(one & ~dense)],
         "a press must have answered all questions of a context, got 'snapkv' at ratio 0.5 with some of the 2 of 'c1'",
     )
+    gone = frame["context"].isin(["c1", "c2"]) & ~dense
+    refused(
+        frame[~gone],
+        r"a press must have records of all contexts of the dense cache, got 'snapkv' at ratio 0.5 without 2 of 3: "
+        r"\['c1', 'c2'\]",
+    )
     refused(frame[frame["press"] == "no_press"], "records must have scores of a press")
     refused(frame, r"presses must be among \['snapkv'\], got \['tova'\]", presses=["tova"])
     refused(pd.concat((frame, frame[one & dense])), r"one record of the dense cache, got more for 1: \['e1.0'\]")
@@ -179,9 +185,12 @@ def test_refusals():
         ("score", math.nan, r"records must all have a score, got 1 of 12 without one, of \['snapkv'\]"),
         ("score", "high", "score must be numbers in all records, got 'high'"),
         ("score", math.inf, "score must be numbers in all records, got inf"),
-        ("ratio", math.nan, "ratio must be numbers in all records, got nan"),
+        ("ratio", math.nan, r"ratio must be numbers in \[0, 1\) in all records, got nan"),
+        ("ratio", 1.0, r"ratio must be numbers in \[0, 1\) in all records, got 1.0"),
+        ("ratio", -0.1, r"ratio must be numbers in \[0, 1\) in all records, got -0.1"),
+        ("cache_bytes", -1, "cache_bytes must be numbers >= 0 in all records, got -1"),
         ("dense_bytes", 0, "dense_bytes must be numbers > 0 in all records, got 0"),
-        ("cache_bytes", math.nan, "cache_bytes must be numbers in all records, got nan"),
+        ("cache_bytes", math.nan, "cache_bytes must be numbers >= 0 in all records, got nan"),
     ):
         changed = frame.astype({name: object})
         changed.loc[one & ~dense, name] = value
