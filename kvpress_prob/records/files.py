@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from kvpress_prob.records.provenance import config_hash
-from kvpress_prob.records.schema import Example, Key, Record
+from kvpress_prob.records.schema import RANGES, Example, Key, Record
 from kvpress_prob.values import fits, said
 
 CONFIG, EXAMPLES, RECORDS = "config.json", "examples.jsonl", "records.jsonl"
@@ -137,6 +137,8 @@ def parse_line(kind: type[Row], line: bytes, path: Path, number: int) -> Row:
     for name, value in row.items():
         if not fits(value, hints[name]):
             raise ValueError(f"'{path}', line {number}: {name} must be {said(hints[name])}, got {value!r}")
+        if name in RANGES and value is not None and not RANGES[name][1](value):
+            raise ValueError(f"'{path}', line {number}: {name} must be {RANGES[name][0]}, got {value!r}")
     return kind(**row)
 
 

@@ -1,5 +1,6 @@
 """What an evaluation asks and what it notes: the schema of its examples and of its records."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -147,6 +148,15 @@ class Record:
 TIMINGS = ("prefill_ms", "score_ms", "score_spent_ms", "compress_ms", "decode_ms", "batch_ms")
 """Fields of a record that differ between two runs of one configuration."""
 
-
-TIMINGS = ("prefill_ms", "score_ms", "score_spent_ms", "compress_ms", "decode_ms", "batch_ms")
-"""Fields of a record that differ between two runs of one configuration."""
+RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "score": ("in [0, 100]", lambda value: 0 <= value <= 100),
+    "ratio": ("in [0, 1)", lambda value: 0 <= value < 1),
+    **{
+        name: ("at least 0", lambda value: value >= 0) for name in ("seed", "cache_bytes", "generated_tokens", *TIMINGS)
+    },
+    **{
+        name: ("at least 1", lambda value: value >= 1)
+        for name in ("context_tokens", "dense_bytes", "batch_rows", "max_new_tokens")
+    },
+}
+"""Ranges of the fields that have one, in words and as a check."""

@@ -22,6 +22,7 @@ from kvpress_prob.records import (
     read_results,
     to_line,
 )
+from kvpress_prob.records.schema import TIMINGS
 from kvpress_prob.records.statistics import tabulate
 from kvpress_prob.records.writer import RecordWriter
 from tests.helpers.records import made_up_run
@@ -146,6 +147,24 @@ def test_every_field_has_its_type(folder, kind):
             read_results(folder)
             continue
         with pytest.raises(ValueError, match=rf"line 2: fields must be .*, got a difference in \['{name}'\]"):
+            read_results(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "values"),
+    [
+        (RECORDS, "score", (-1, 100.5, 1e6)), (RECORDS, "ratio", (-1, 1, 7)), (RECORDS, "dense_bytes", (0, -1)),
+        (RECORDS, "seed", (-1,)), (RECORDS, "context_tokens", (0,)), (EXAMPLES, "max_new_tokens", (0, -8)),
+        *((RECORDS, name, (-1,)) for name in ("cache_bytes", "generated_tokens")),
+        *((RECORDS, name, (-0.01,)) for name in TIMINGS), (RECORDS, "batch_rows", (0,)),
+    ],
+)  # fmt: skip
+def test_fields_have_their_range(folder, file, name, values):
+    lines = (folder / file).read_text().split("\n")
+    for value in values:
+        row = json.loads(lines[1]) | {name: value}
+        (folder / file).write_text("\n".join([lines[0], json.dumps(row), *lines[2:]]))
+        with pytest.raises(ValueError, match=rf"{file}', line 2: {name} must be (in|at least) .*, got {value}"):
             read_results(folder)
 
 
