@@ -56,6 +56,7 @@ def demo(
 
     if output.is_file():
         raise ValueError(f"output must be a folder, got the file '{output}'")
+    show.check_settings(ratios, seed, tokens)
     words = show.demo_text() if text is None else read_text(text)
     questions = question or list(show.QUESTIONS if text is None else show.ANY_TEXT)
     pipe = load_pipeline(model)

@@ -45,9 +45,11 @@ def diagnose(
     from kvpress_prob.prefills.frozen_heads import diagnose_heads
     from kvpress_prob.records import git_commit, text_hash, versions
     from kvpress_prob.records.heads import FLAT_BUDGET, cells, summary
+    from kvpress_prob.values import check_count
 
     if output.is_file():
         raise ValueError(f"output must be a folder, got the file '{output}'")
+    check_count("tokens", tokens)
     texts = {"demo": demo_text()} if text is None else {name: _read(Path(name)) for name in text}
     pipe = load_pipeline(model)
     begin = time.perf_counter()

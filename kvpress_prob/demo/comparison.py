@@ -30,6 +30,7 @@ from kvpress_prob.prefills.decoding import decode_single
 from kvpress_prob.prefills.press_spec import PressSpec
 from kvpress_prob.prefills.shared_prefill import SharedPrefill, now
 from kvpress_prob.records import NO_PRESS
+from kvpress_prob.values import check_count, check_ratios, check_seeds
 
 SHOWN = ("prob_learned", "snapkv", "h2o", "prob_min_h", "prob_best")
 NEEDS_SURROGATE = "prob_learned"
@@ -72,6 +73,13 @@ class DemoRow:
     kept: Tensor | None
 
 
+def check_settings(ratios: list[float], seed: int, tokens: int) -> None:
+    """Raise ``ValueError`` for numbers that a demo cannot be run with."""
+    check_ratios(ratios, zero=False)
+    check_seeds("seed", [seed])
+    check_count("tokens", tokens)
+
+
 def demo_text() -> str:
     """The package's own text: about 3,000 tokens of prose with a planted fact."""
     return files("kvpress_prob.demo").joinpath("text.txt").read_text(encoding="utf-8")
@@ -109,13 +117,10 @@ def run_demo(
     Raises
     ------
     ValueError
-        For a ratio or a number of tokens out of range, and for a text that is too short, or too long for the model.
+        For a ratio, a seed or a number of tokens out of range, a ratio that comes twice, and for a text
+        that is too short, or too long for the model.
     """
-    for ratio in ratios:
-        if not 0 < ratio < 1:
-            raise ValueError(f"ratios must be in (0, 1), got {ratio}")
-    if tokens < 1:
-        raise ValueError(f"tokens must be at least 1, got {tokens}")
+    check_settings(ratios, seed, tokens)
     context, following, question_ids = _tokenized(pipe, text, questions, tokens)
     settings = [(NO_PRESS, 0.0), *((press, ratio) for ratio in ratios for press in presses)]
     rows: list[DemoRow] = []

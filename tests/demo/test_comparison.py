@@ -95,6 +95,8 @@ def test_seed_decides_the_draw(rows, pipe):
     [
         ({"ratios": [0.5, 1.0]}, r"ratios must be in \(0, 1\), got 1.0"),
         ({"ratios": [0.0]}, r"ratios must be in \(0, 1\), got 0.0"),
+        ({"ratios": [0.5, 0.5]}, "ratios must be different from each other, got 0.5 twice"),
+        ({"seed": -1}, r"seed must be an integer in \[0, 2\^63\), got -1"),
         ({"tokens": 0}, "tokens must be at least 1, got 0"),
         ({"tokens": 300}, r"text must have at least 128 \+ 300 tokens, got"),
         ({"text": 30 * TEXT}, "text and question must fit into the model's 8192 positions, got"),
