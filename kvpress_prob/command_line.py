@@ -50,7 +50,8 @@ def parse(commands: Commands, argv: list[str], version: str) -> tuple[Callable[.
         parsed = parser.instantiate(parser.parse_args(words))
     except OverflowError as error:
         place = next((place for place, word in enumerate(words) if _huge.search(word)), len(words))
-        given = " ".join(words[max(place - 1, 0) : place + 1])
+        first = place if words[place : place + 1] and words[place].startswith("--") else max(place - 1, 0)
+        given = " ".join(words[first : place + 1])
         raise ValueError(f"numbers of options must be ones that a float can hold, got {given}") from error
     command = commands[parsed.command]
     options = vars(parsed[parsed.command])

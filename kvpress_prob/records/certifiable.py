@@ -7,6 +7,7 @@ import numpy as np
 import pandas as pd
 
 from kvpress_prob.records.schema import NO_PRESS
+from kvpress_prob.values import WHOLE
 
 
 def certifiable(frame: pd.DataFrame, presses: list[str] | None) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -57,8 +58,8 @@ def certifiable(frame: pd.DataFrame, presses: list[str] | None) -> tuple[pd.Data
 _WANTED: dict[str, tuple[str, Callable[[pd.Series], pd.Series]]] = {
     "score": ("numbers", np.isfinite),
     "ratio": ("numbers in [0, 1)", lambda found: (found >= 0) & (found < 1)),
-    "dense_bytes": ("numbers > 0", lambda found: np.isfinite(found) & (found > 0)),
-    "cache_bytes": ("numbers >= 0", lambda found: np.isfinite(found) & (found >= 0)),
+    "dense_bytes": ("numbers > 0", lambda found: (found > 0) & (found < WHOLE)),
+    "cache_bytes": ("numbers >= 0", lambda found: (found >= 0) & (found < WHOLE)),
 }
 
 

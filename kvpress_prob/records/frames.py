@@ -53,7 +53,10 @@ def read_frame(results: Path) -> pd.DataFrame:
         raise ValueError(f"{file} must have records with the columns {list(NEEDED)}, got none of {missing or 'them'}")
     if "context" not in frame.columns:
         frame["context"] = frame["example"]
-    frame["seed"] = frame["seed"].fillna(-1).astype(int)
+    try:
+        frame["seed"] = frame["seed"].fillna(-1).astype("int64")
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"'{file}' must have whole numbers of 64 bits as seeds: {error}") from error
     return frame.assign(**{name: value for name, value in (("model", ""), ("length", 0)) if name not in frame.columns})
 
 

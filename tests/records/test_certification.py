@@ -218,6 +218,19 @@ def test_a_file_that_is_no_table_is_named(content, tmp_path, capsys):
     assert len(list(tmp_path.iterdir())) == 1
 
 
+@pytest.mark.parametrize(("column", "named"), [("seed", "seeds"), ("cache_bytes", "cache_bytes")])
+@pytest.mark.parametrize("value", ["9" * 400, "x", "1" + "0" * 30])
+def test_huge_numbers_of_a_table_are_named(column, named, value, tmp_path, capsys):
+    row = {"task": "vt", "example": "e", "press": "no_press", "ratio": 0, "seed": "", "masked": False,
+           "dense_bytes": 9, "cache_bytes": 9, "score": 1}  # fmt: skip
+    rows = [row, row | {"press": "snapkv", "ratio": 0.5, column: value}]
+    pd.DataFrame(rows).to_csv(tmp_path / "records.csv", index=False)
+    assert cli.main(["certify", str(tmp_path)]) == 2
+    printed = capsys.readouterr().err
+    assert named in printed
+    assert printed.count("\n") == 1
+
+
 def test_command_on_a_folder_and_on_a_table(tmp_path, capsys):
     config, _, _ = made_up_run(1)
     records = run({0.3: [100.0] * 70, 0.6: [100.0] * 20 + [0.0] * 50})
