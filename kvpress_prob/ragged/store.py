@@ -10,10 +10,8 @@ outermost::
     length  [s]        int64, entries of each segment
 
 ``columns`` are further numbers of each entry, by name, for whoever evicts by them; most stores have none.
-
 ``room`` entries still fit behind *every* segment, so appending writes in place and asks no device for a length;
-``with_room`` makes more room for many tokens at a time. Places behind a segment's end are never read and may hold
-anything.
+``with_room`` makes more for many tokens at a time. Places behind a segment's end are never read and hold anything.
 """
 
 from dataclasses import dataclass, field, replace
@@ -30,8 +28,7 @@ GROWTH = 0.25
 """Room made at each growth, as a fraction of the mean segment length."""
 _BUFFERS = ("keys", "values", "log_w", "start", "length")
 MIN_GROWTH, MAX_GROWTH = 64, 256
-"""Smallest and largest room made at a growth. A store that every token reads whole and that is copied every 256 tokens
-is read once more in a hundred."""
+"""Smallest and largest room made at a growth. Copying every 256 tokens what every token reads costs a hundredth."""
 
 
 def initial_room(lengths: list[int]) -> int:
@@ -108,8 +105,7 @@ class RaggedKV:
     @property
     def place_bytes(self) -> int:
         """Bytes of one place of the buffers."""
-        places = (self.keys, self.values, self.log_w, *self.columns.values())
-        return sum(it.element_size() * it[:1].numel() for it in places)
+        return sum(it[:1].nbytes for it in (self.keys, self.values, self.log_w, *self.columns.values()))
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -138,8 +134,7 @@ class RaggedKV:
         room : int, optional
             Entries that fit behind each segment. Default: ``initial_room``.
         lengths : list of int, optional
-            Kept entries of each segment, ``kept.sum(-1)``. Whoever packs many layers reads them at once; without them
-            they are read here, the only time that the host waits.
+            Kept entries of each segment, ``kept.sum(-1)``. Without them they are read here: the host waits.
         """
         b, heads, t, _ = keys.shape
         if lengths is None:
@@ -191,8 +186,7 @@ class RaggedKV:
         segments, capacity = len(self.start), len(self.log_w)
         if growth is None:
             growth = min(max(int(GROWTH * (capacity - segments * self.room) / segments), MIN_GROWTH), MAX_GROWTH)
-        room = max(n, growth)
-        more = room - self.room
+        more = max(n, growth) - self.room
         device = self.start.device
         place = torch.arange(capacity, device=device)
         place += more * (torch.searchsorted(self.start, place, right=True) - 1).clamp(min=0)
@@ -200,17 +194,18 @@ class RaggedKV:
         def grown(old: Tensor) -> Tensor:
             return old.new_empty(capacity + segments * more, *old.shape[1:]).index_copy_(0, place, old)
 
+        starts = self.row_starts
+        if starts is not None:
+            starts = [begin + row * self.kv_heads * more for row, begin in enumerate(starts)]
         with torch.inference_mode(False), torch.no_grad():
             return RaggedKV(
                 *(grown(old) for old in (self.keys, self.values, self.log_w)),
                 start=self.start + more * torch.arange(segments, device=device),
                 length=self.length.clone(),
                 batch=self.batch,
-                room=room,
+                room=self.room + more,
                 columns={name: grown(old) for name, old in self.columns.items()},
-                row_starts=None
-                if self.row_starts is None
-                else [begin + row * self.kv_heads * more for row, begin in enumerate(self.row_starts)],
+                row_starts=starts,
             )
 
     def entries(self) -> tuple[Int64[Tensor, " n"], Int64[Tensor, " n"]]:
