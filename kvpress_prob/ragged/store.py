@@ -32,7 +32,7 @@ MIN_GROWTH, MAX_GROWTH = 64, 256
 
 
 def initial_room(lengths: list[int]) -> int:
-    """Slack behind each segment of a new store: an eighth of the mean segment, between 4 and 32 entries."""
+    """Slack behind each segment of a new store: an eighth of the mean segment, between 4 and 32."""
     return min(max(sum(lengths) // (8 * len(lengths)), MIN_ROOM), MAX_ROOM)
 
 
@@ -104,7 +104,7 @@ class RaggedKV:
 
     @property
     def place_bytes(self) -> int:
-        """Bytes of one place of the buffers."""
+        """Of the buffers."""
         return sum(it[:1].nbytes for it in (self.keys, self.values, self.log_w, *self.columns.values()))
 
     @property
@@ -186,8 +186,7 @@ class RaggedKV:
         segments, capacity = len(self.start), len(self.log_w)
         if growth is None:
             growth = min(max(int(GROWTH * (capacity - segments * self.room) / segments), MIN_GROWTH), MAX_GROWTH)
-        more = max(n, growth) - self.room
-        device = self.start.device
+        more, device = max(n, growth) - self.room, self.start.device
         place = torch.arange(capacity, device=device)
         place += more * (torch.searchsorted(self.start, place, right=True) - 1).clamp(min=0)
 
