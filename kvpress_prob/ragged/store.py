@@ -104,7 +104,7 @@ class RaggedKV:
 
     @property
     def place_bytes(self) -> int:
-        """Of the buffers."""
+        """Bytes of one place of the buffers."""
         return sum(it[:1].nbytes for it in (self.keys, self.values, self.log_w, *self.columns.values()))
 
     @property
