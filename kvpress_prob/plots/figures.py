@@ -4,6 +4,8 @@ A panel has no legend of its own; ``with_legend`` adds one for files that stand 
 group id ``series-INDEX`` and ``band-INDEX`` of their press, which the report page uses.
 """
 
+from typing import Any
+
 import pandas as pd
 
 from kvpress_prob.extras import extra
@@ -17,8 +19,8 @@ with extra("plots", "Drawing figures"):
     from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 SIZE = (5.2, 3.5)
-LONGEST_LABEL = 40
-"""Characters of a press' label that a legend shows."""
+LONGEST_LABEL, LEGEND_ROWS = 40, 16
+"""Characters of a press' label that a legend shows, and labels in a column."""
 Styles = dict[str, Style]
 
 
@@ -87,12 +89,12 @@ def with_legend(figure: Figure, styles: Styles) -> Figure:
     named = {press: shown.get(f"series-{style.index}") for press, style in styles.items()}
     entries = [(line, press) for press, line in named.items() if line is not None]
     if entries:
-        figure.set_size_inches(SIZE[0] + 2.2, SIZE[1])
+        columns = -(-len(entries) // LEGEND_ROWS)
+        figure.set_size_inches(SIZE[0] + 2.2 * columns, SIZE[1])
         lines, names = zip(*entries, strict=True)
         shown_names = [name if len(name) <= LONGEST_LABEL else f"{name[: LONGEST_LABEL - 1]}…" for name in names]
-        legend = axes.legend(
-            lines, shown_names, loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=8, handlelength=3
-        )
+        place: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5), "ncols": columns}
+        legend = axes.legend(lines, shown_names, frameon=False, fontsize=8, handlelength=3, **place)
         for text in legend.get_texts():
             text.set_parse_math(False)  # a label is text, dollars too
     return figure
