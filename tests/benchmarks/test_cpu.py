@@ -73,7 +73,7 @@ def test_bounded(files, tmp_path, capsys):
 
 def test_bounded_answers(files, tmp_path, capsys):
     """Every press answers every row; the record names the data, not where it lies."""
-    data = write_rows(tmp_path / "rows.jsonl", ruler_rows(2, characters=400))
+    data = write_rows(tmp_path / "rows.jsonl", ruler_rows(2, characters=600))
     arguments = ["--press", "reading", "--data", str(data), "--tasks", "niah_single_1", "--seeds", "2"]
     rows = run(bounded, files, tmp_path, "--parts", "ruler", *arguments)
     wanted = [("dense", None)] + 2 * [("reading, one draw", 0), ("reading, bounded", 0)]
