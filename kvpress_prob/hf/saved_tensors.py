@@ -71,8 +71,9 @@ def _check_compressed(path: Path, index: int, layer: dict[str, Any], held: dict[
         got = f"{len(length)} of {length.dtype}"
         raise wrong(path, f"{index}.length", f"int64, a multiple of {batch} rows", got)
     limit = torch.tensor([layer["context_length"] - it + appended for it in layer["padding"]], device=length.device)
-    limit = limit.repeat_interleave(len(length) // batch)
-    if (length < max(appended, 1)).any() or (length > limit).any():
+    # A row of which only padding was left when the cache was cropped has no entry.
+    limit = limit.clamp(min=0).repeat_interleave(len(length) // batch)
+    if (length < limit.clamp(max=max(appended, 1))).any() or (length > limit).any():
         raise wrong(path, f"{index}.length", f"in [{max(appended, 1)}, the row's tokens]", length.tolist())
     if int(length.sum()) != len(keys):
         raise wrong(path, f"{index}.keys", f"{int(length.sum())} entries, the sum of {index}.length", len(keys))

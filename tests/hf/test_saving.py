@@ -365,3 +365,15 @@ def test_numbers_of_numpy_are_saved(start, tmp_path):
     save_compressed(cache, tmp_path / "cache.safetensors", report=press.report)
     loaded = load_compressed(tmp_path / "cache.safetensors")
     assert torch.equal(model(tokens(2), past_key_values=loaded).logits, model(tokens(2), past_key_values=cache).logits)
+
+
+@torch.no_grad()
+def test_a_row_that_was_cropped_to_its_padding(tmp_path):
+    model, cache, mask = tiny_llama(), DynamicCache(), torch.ones(2, 40, dtype=torch.long)
+    mask[0, :30] = 0
+    with ProbabilisticPress(MinVariancePress(), budget=CacheBudget(80, interval=16, queries=2), seed=0)(model):
+        model(tokens(40, batch=2), attention_mask=mask, past_key_values=cache)
+    cache.crop(30)
+    save_compressed(cache, tmp_path / "cache.safetensors")
+    loaded = load_compressed(tmp_path / "cache.safetensors")
+    assert [layer.store.length.tolist() for layer in loaded.layers] == [[0, 0, 30, 30]] * 2
