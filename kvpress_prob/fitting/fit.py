@@ -91,7 +91,7 @@ def fit_surrogate(
     path = None if checkpoint is None else _checked_path(checkpoint)
     windows = cut_windows(tokenizer, texts, tokens=tokens, window=window, seed=seed)
     layers, hidden_size = _full_attention_layers(model, windows.ids[0, : min(8, window)])
-    key = f"{fingerprint(model)} {model.dtype} {windows.digest} {window} {float(ridge)} {max_bytes}"
+    key = f"{fingerprint(model)} {windows.digest} {window} {float(ridge)} {max_bytes}"
     state = (load_progress(path, key, model.device) if path else None) or Progress()
     size = max(int(max_bytes // (2 * 8 * hidden_size**2)), 1)
     groups = [layers[begin : begin + size] for begin in range(0, len(layers), size)]

@@ -24,6 +24,14 @@ MAX_DRAWS = 10**15
 """Largest number of draws that is searched; integers up to here are exact in float64."""
 
 
+def ratio_of_entries(entries: int, tokens: int) -> float:
+    """The compression ratio at which a head keeps ``entries`` of ``tokens`` on average; 0 where they are no more.
+
+    A millionth of an entry more, since kvpress rounds what is kept down.
+    """
+    return max(0.0, 1 - (entries + 1e-6) / tokens)
+
+
 def expected_distinct(pi: Float[Tensor, "h t"], draws: Float[Tensor, " h"]) -> Float[Tensor, " h"]:
     """``E[J(m)]`` of each head for ``m = draws``; float64 in, float64 out."""
     return keep_probability(pi, draws).sum(-1)

@@ -88,14 +88,6 @@ def compressor(press: BasePress | None, shared: SharedPrefill) -> Compressor:
     return _Hooks(press, shared)
 
 
-def ratio_of_entries(entries: int, tokens: int) -> float:
-    """The compression ratio at which a head keeps ``entries`` of ``tokens`` on average; 0 where they are no more.
-
-    A millionth of an entry more, since kvpress rounds what is kept down.
-    """
-    return max(0.0, 1 - (entries + 1e-6) / tokens)
-
-
 def draws(press: BasePress | None) -> bool:
     """Whether the outcome depends on the seed."""
     if isinstance(press, ProbabilisticPress):

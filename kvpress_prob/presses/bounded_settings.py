@@ -22,10 +22,6 @@ def reads_rows(press: ScorerPress) -> bool:
     return isinstance(press, MinVariancePress | H2OPress)
 
 
-SEEN = 4096
-"""Lengths of a context that a scorer is asked about, what it protects of them."""
-
-
 def kept_for_certain(press: Any) -> tuple[int, int]:
     """First and newest entries that no draw evicts: the press' own, those of the newest queries, and what scorers
     protect."""
@@ -33,9 +29,8 @@ def kept_for_certain(press: Any) -> tuple[int, int]:
     for component in press.components:
         ends = component.rule.ends
         if ends is not None and not reads_rows(component.press):
-            protected = {ends(component.press, t) for t in range(1, SEEN)}
-            sinks = max(sinks, *(first for first, _ in protected))
-            recent = max(recent, *(last for _, last in protected))
+            first, last = ends(component.press, None)
+            sinks, recent = max(sinks, first), max(recent, last)
     return sinks, recent
 
 

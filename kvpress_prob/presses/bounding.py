@@ -26,6 +26,7 @@ from kvpress_prob.hf import (
 )
 from kvpress_prob.hf.pool import MIN_LOG_AMOUNT, SCORES, score_newest
 from kvpress_prob.hf.settling import left_of, must_evict, set_limits
+from kvpress_prob.maths.budget import ratio_of_entries
 from kvpress_prob.maths.proposals import check_finite, log_proposal, take_all_stratum
 from kvpress_prob.presses.bounded_settings import kept_for_certain, pool_settings, reads_rows
 from kvpress_prob.presses.component import Component, shares_of
@@ -102,8 +103,7 @@ class Bounding:
         store = layer.store
         query = cast(Tensor, cast(Any, layer.resampler).queries)
         keys, values, log_w, valid = store.aligned()
-        # A half more: scorers round the number of entries that are left down.
-        component.press.compression_ratio = 1 - min((left_of(layer) + 0.5) / keys.shape[1], 1)
+        component.press.compression_ratio = ratio_of_entries(left_of(layer), keys.shape[1])
         n = new.hidden_states.shape[1]
         protected, scores_are = torch.zeros_like(valid), component.rule.scores_are
         if reads_rows(component.press):

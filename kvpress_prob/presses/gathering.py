@@ -1,6 +1,6 @@
 """Gathering proposals while a prefill runs; nothing is drawn and nothing is changed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -63,8 +63,8 @@ class Gathering:
     components : sequence of Component
     compression_ratio : float
         What the scorers are told.
-    entries_per_head : int, optional
-        In its place: every batch row has a ratio of its own.
+    ratio_of : callable, optional
+        In its place: the ratio of a batch row by its number of tokens.
     uniform_mix : float
     n_sink, n_recent : int
         First and last entries of every head that are always kept.
@@ -77,14 +77,15 @@ class Gathering:
         components: Sequence[Component],
         compression_ratio: float,
         *,
-        entries_per_head: int | None = None,
+        ratio_of: Callable[[int], float] | None = None,
         uniform_mix: float = 0.0,
         n_sink: int = 0,
         n_recent: int = 0,
         measure_dropped_mass: bool = False,
     ):
         self.components = components
-        self.compression_ratio, self.entries_per_head = compression_ratio, entries_per_head
+        self.compression_ratio = compression_ratio
+        self.ratio_of = ratio_of or (lambda tokens: compression_ratio)
         self.uniform_mix = uniform_mix
         self.n_sink, self.n_recent = n_sink, n_recent
         self.measure_dropped_mass = measure_dropped_mass
@@ -109,14 +110,10 @@ class Gathering:
             self.attention.append(newest_attention(layer))
         if self.padding is None:
             self.padding = [0] * len(layer.keys) if layer.valid is None else (~layer.valid).sum(-1).tolist()
-        ratios = [self._ratio_of(layer.keys.shape[2] - padding) for padding in self.padding]
+        ratios = [self.ratio_of(layer.keys.shape[2] - padding) for padding in self.padding]
         for component, scores in zip(self.components, self.scores, strict=True):
             if not _needs_pass(component.press):
                 scores.append(score_layer(component, layer, self.padding, ratios))
-
-    def _ratio_of(self, tokens: int) -> float:
-        entries = self.entries_per_head
-        return self.compression_ratio if entries is None else max(0.0, 1 - entries / tokens)
 
     def complete(self, prefill: Prefill) -> Gathered:
         """Score what needs the finished prefill, and turn scores into log-weights.

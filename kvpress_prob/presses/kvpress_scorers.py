@@ -33,8 +33,8 @@ from kvpress import (
 
 from kvpress_prob.maths.proposals import ScoresAre
 
-Ends = Callable[[Any, int], tuple[int, int]]
-"""(press, number of entries) -> how many of the first and of the last entries the press protects."""
+Ends = Callable[[Any, int | None], tuple[int, int]]
+"""(press, number of entries) -> how many of the first and of the last entries the press protects; at most, for None."""
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,19 @@ class ScoreRule:
     whole: bool = False
 
 
-def _nothing(press: Any, t: int) -> tuple[int, int]:
+def _nothing(press: Any, t: int | None) -> tuple[int, int]:
     return 0, 0
 
 
-def _lag_ends(press: LagKVPress, t: int) -> tuple[int, int]:
+def _lag_ends(press: LagKVPress, t: int | None) -> tuple[int, int]:
+    if t is None:
+        return press.n_sink, 2 * press.lag_size - 1
     if t < press.n_sink + 2 * press.lag_size:
         return press.n_sink, 0
     return press.n_sink, press.lag_size + (t - press.n_sink) % press.lag_size
 
 
-def _compactor_ends(press: CompactorPress, t: int) -> tuple[int, int]:
+def _compactor_ends(press: CompactorPress, t: int | None) -> tuple[int, int]:
     return press.sink_size_start, press.sink_size_end
 
 

@@ -25,6 +25,8 @@ from kvpress_prob.presses.later import Later
 from kvpress_prob.presses.probabilistic_press import ProbabilisticPress
 from kvpress_prob.presses.report import CompressionReport
 
+_RATIOS = ("compression_ratio", "head_compression_ratio")
+
 
 @dataclass
 class PhysicalPress(BasePress):
@@ -70,9 +72,13 @@ class PhysicalPress(BasePress):
                     f"press must hide entries at the prefill only, got {name} that compresses while decoding too: "
                     "entries that are evicted cannot be chosen from again"
                 )
-            for ratio in ("compression_ratio", "head_compression_ratio"):
-                if vars(press).get(ratio) is not None:
-                    check_ratio(vars(press)[ratio])
+        for ratio in self._ratios():
+            check_ratio(ratio)
+
+    def _ratios(self) -> list[float]:
+        """Those of the press and of the presses that it wraps."""
+        settings = [vars(press).get(name) for press in _nested(self.press) for name in _RATIOS]
+        return [ratio for ratio in settings if ratio is not None]
 
     @property
     def compression_ratio(self) -> float:
@@ -109,7 +115,8 @@ class PhysicalPress(BasePress):
             raise ValueError(f"model must have attn_implementation='sdpa' for a press that hides, got {attention!r}")
         layers = _compressed_layers(model, type(self.press).__name__)
         block, end = partial(_block, self.press, model, modules), partial(self._end, layers, modules)
-        with enclosed_prefills(model, block, end, Later(True)):
+        hides = any(self._ratios()) or any(isinstance(it, DMSPress) for it in _nested(self.press))  # by a threshold
+        with enclosed_prefills(model, block, end, Later(hides)):
             yield
 
     def _end(self, layers: list[int], modules: list[Any], cache: Cache, valid: Tensor) -> None:

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvpress import BasePress, ScorerPress
 from torch import Tensor
@@ -21,6 +22,7 @@ from kvpress_prob.hf import (
 )
 from kvpress_prob.hf.borrowed import borrowed
 from kvpress_prob.maths.arguments import check_integer, check_ratio, check_seed
+from kvpress_prob.maths.budget import ratio_of_entries
 from kvpress_prob.maths.draw import Allocation, BudgetWeighting, DrawSettings, Sampler
 from kvpress_prob.maths.importance import Correction
 from kvpress_prob.presses.bounded_settings import check_budget
@@ -135,7 +137,7 @@ class ProbabilisticPress(BasePress):
         return Gathering(
             self.components,
             compression_ratio,
-            entries_per_head=self.entries_per_head,
+            ratio_of=partial(self.ratio_of, compression_ratio),
             uniform_mix=self.uniform_mix,
             n_sink=self.n_sink,
             n_recent=self.n_recent,
@@ -153,7 +155,7 @@ class ProbabilisticPress(BasePress):
             prefill,
             self.components,
             self.draw_settings,
-            [compression_ratio if self.entries_per_head is None else self.ratio_of(length) for length in lengths],
+            [self.ratio_of(compression_ratio, length) for length in lengths],
             seed,
             decoding=self.budget,
             n_sink=self.n_sink,
@@ -184,11 +186,11 @@ class ProbabilisticPress(BasePress):
         """Whether there is a budget at all."""
         return self.compression_ratio > 0 or self.entries_per_head is not None
 
-    def ratio_of(self, tokens: int) -> float:
-        """The compression ratio of a context."""
+    def ratio_of(self, compression_ratio: float, tokens: int) -> float:
+        """The compression ratio of a context: what ``entries_per_head`` is of it, or the one that is given."""
         if self.entries_per_head is None:
-            return self.compression_ratio
-        return max(0.0, 1 - self.entries_per_head / tokens)
+            return compression_ratio
+        return ratio_of_entries(self.entries_per_head, tokens)
 
     def _check_components(self) -> None:
         if isinstance(self.press, list):
@@ -253,7 +255,7 @@ class _Prefill:
     def layer(self, layer: LayerPrefill) -> None:
         if self.press.evicts:
             if self.gathering is None:
-                self.gathering = self.press.gathering(self.press.ratio_of(layer.keys.shape[2]))
+                self.gathering = self.press.gathering(self.press.compression_ratio)
             self.gathering.layer(layer)
 
     def end(self, prefill: Prefill) -> None:

@@ -11,7 +11,7 @@ outermost::
 
 ``columns`` are further numbers of each entry, by name, for whoever evicts by them; most stores have none.
 ``room`` entries still fit behind *every* segment, so appending writes in place and asks no device for a length;
-``with_room`` makes more for many tokens at a time. Places behind a segment's end are never read and hold anything.
+``with_room`` makes more for many tokens at a time. What is behind a segment's end is never read.
 """
 
 from dataclasses import dataclass, field, replace

@@ -8,8 +8,9 @@ continued computes exactly what an undisturbed run computes.
 from dataclasses import asdict, dataclass
 
 from kvpress_prob.examples.loading import load_examples
+from kvpress_prob.maths.budget import ratio_of_entries
 from kvpress_prob.models.loading import load_tokenizer
-from kvpress_prob.prefills.compressors import draws, ratio_of_entries
+from kvpress_prob.prefills.compressors import draws
 from kvpress_prob.prefills.press_spec import PressSpec
 from kvpress_prob.records import NO_PRESS, Example, Key
 from kvpress_prob.sweeps.configuration import SweepConfig
