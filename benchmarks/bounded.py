@@ -4,7 +4,8 @@ memory   largest bytes of the cache in a prefill of ``--tokens`` tokens by a bud
          budget and one chunk, and over the dense cache's
 time     the same prefill, and one of 2,048 tokens by half the entries, over a dense prefill in the same rounds
 text     KL(dense || bounded) of the next tokens of running text, over one draw of the same press at the same ratio
-ruler    answers about RULER contexts (``--data``), over one draw at the same ratio and beside kvpress' top-k
+ruler    answers about RULER contexts (``--data``), over one draw at the same ratio and beside kvpress' top-k; without
+         ``--room`` question and answer are within the budget, which one draw has on top
 turns    a conversation that grows past its budget: bytes, and answers about facts of its first turn
 long     a tiny model, ``--long`` tokens through 512 entries: bytes and time a chunk
 """
@@ -35,8 +36,8 @@ PARTS = ("memory", "time", "text", "ruler", "turns", "long")
 INTERVAL = 16
 
 
-def budget(entries: int, chunk: int | None) -> CacheBudget:
-    return CacheBudget(entries, chunk_size=chunk, interval=INTERVAL)
+def budget(entries: int, chunk: int | None, room: int = 0) -> CacheBudget:
+    return CacheBudget(entries + room, chunk_size=chunk, interval=INTERVAL, room=room)
 
 
 def lookup(ratio: float = 0.0, **settings: Any) -> ProbabilisticPress:
@@ -167,16 +168,16 @@ def ruler(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for example in tqdm(examples, unit="example"):
         entries = len(tokenizer(example.context, verbose=False).input_ids) // 5
-        fifth = partial(budget, entries)
+        fifth = partial(budget, entries, arguments.ruler_chunk, arguments.room)
         snapkv = ProbabilisticPress(
-            SnapKVPress(), sampler="top_k", correction="none", allocation="head", n_sink=4, budget=fifth(256)
+            SnapKVPress(), sampler="top_k", correction="none", allocation="head", n_sink=4, budget=fifth()
         )
         presses: list[tuple[str, int | None, ProbabilisticPress | None]] = [("dense", None, None)]
         for name in arguments.press:
             for seed in range(arguments.seed, arguments.seed + arguments.seeds):
                 presses.append((f"{name}, one draw", seed, PRESSES[name](0.8, seed=seed)))
-                presses.append((f"{name}, bounded", seed, PRESSES[name](budget=fifth(256), seed=seed)))
-            top_k = PRESSES[name](budget=fifth(256), sampler="top_k", correction="none")
+                presses.append((f"{name}, bounded", seed, PRESSES[name](budget=fifth(), seed=seed)))
+            top_k = PRESSES[name](budget=fifth(), sampler="top_k", correction="none")
             presses.append((f"{name}, bounded, top-k", None, top_k))
         presses.append(("snapkv, bounded, top-k", None, snapkv))
         for name, seed, press in presses:
@@ -286,6 +287,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--data", type=Path, help="RULER rows")
     parser.add_argument("--tasks", nargs="+", help="of RULER (default: all)")
     parser.add_argument("--examples", type=int, default=2, help="of each task")
+    parser.add_argument("--ruler-chunk", type=int, default=256, help="chunks of ruler")
+    parser.add_argument("--room", type=int, default=0, help="entries that ruler's budget has on top, for the answer")
     parser.add_argument("--seeds", type=int, default=3, help="of each draw")
     parser.add_argument("--conversations", type=int, default=4)
     parser.add_argument("--long", type=int, default=200_000, help="tokens of the tiny model")

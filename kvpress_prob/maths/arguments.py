@@ -1,8 +1,9 @@
-"""Checks of numbers and choices that a user gives. numpy's numbers are numbers; True and False are not."""
+"""Checks of numbers and choices that a user gives. numpy's numbers are numbers; True, False and fractions are not."""
 
 import math
 import numbers
 from collections.abc import Collection
+from fractions import Fraction
 from typing import Any
 
 
@@ -12,9 +13,15 @@ def check_choice(name: str, value: Any, allowed: Collection[str]) -> None:
         raise ValueError(f"{name} must be one of {tuple(allowed)}, got {value!r}")
 
 
+def check_flag(name: str, value: Any) -> None:
+    """Raise ``TypeError`` unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
 def is_number(value: Any) -> bool:
-    """Whether a value is a real number that is not NaN."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool) and not math.isnan(value)
+    """Whether a value is a real number that torch computes with, and not NaN."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool | Fraction) and not math.isnan(value)
 
 
 def check_integer(name: str, value: Any, least: int, *, optional: bool = False) -> None:
@@ -24,6 +31,8 @@ def check_integer(name: str, value: Any, least: int, *, optional: bool = False) 
         return
     if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name} must be {'None or ' if optional else ''}an integer >= {least}, got {value!r}")
+    if int(value) >= 2**63:
+        raise ValueError(f"{name} must be below 2^63, got {value!r}")
 
 
 def check_fraction(name: str, value: Any) -> None:

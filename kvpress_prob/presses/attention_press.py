@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from kvpress_prob.hf import LayerPrefill, Prefill, batch_row
 from kvpress_prob.hf.supported import decoder_of
-from kvpress_prob.maths.arguments import check_choice, check_ratio
+from kvpress_prob.maths.arguments import check_choice, check_flag, check_ratio
 from kvpress_prob.maths.projection import projection_factors
 from kvpress_prob.maths.proposals import ScoresAre, value_distance
 from kvpress_prob.ops.attention_mass import STATISTICS, Statistic
@@ -82,8 +82,7 @@ class AttentionPress(ScorerPress):
         check_choice("heads", self.heads, HEADS)
         if self.statistic == "output_change" and self.factor != "none":
             raise ValueError(f"statistic='output_change' has its own factor, got factor={self.factor!r}")
-        if not isinstance(self.project, bool):
-            raise TypeError(f"project must be True or False, got {self.project!r}")
+        check_flag("project", self.project)
         if self.project and self.statistic != "output_change":
             raise ValueError(f"project=True needs statistic='output_change', got statistic={self.statistic!r}")
         check_ratio(self.compression_ratio)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from kvpress import ScorerPress
 
-from kvpress_prob.maths.arguments import check_choice, check_positive
+from kvpress_prob.maths.arguments import check_choice, check_fraction, check_positive, is_number
 from kvpress_prob.maths.draw import BUDGET_WEIGHTINGS, BudgetWeighting
 from kvpress_prob.maths.proposals import SCORES_ARE, ScoresAre
 from kvpress_prob.presses.kvpress_scorers import ScoreRule, score_rule
@@ -50,6 +50,8 @@ class Component:
         """Raise ``TypeError`` or ``ValueError`` for a parameter out of range."""
         if not isinstance(self.press, ScorerPress):
             raise TypeError(f"press must be a kvpress ScorerPress, got {type(self.press).__name__}")
+        if self.share is not None and not callable(self.share):
+            check_fraction("share", self.share)
         check_positive("proposal_temperature", self.proposal_temperature)
         check_choice("budget_weighting", self.budget_weighting, BUDGET_WEIGHTINGS)
         rule = self.rule
@@ -72,6 +74,8 @@ def shares_of(components: Sequence[Component], compression_ratio: float) -> list
     """
     given = [it.share(compression_ratio) if callable(it.share) else it.share for it in components]
     known = [share for share in given if share is not None]
+    if not all(is_number(share) for share in known):
+        raise ValueError(f"share of the components must be numbers or None, got {given}")
     rest = 1 - sum(known)
     shares = [rest if share is None else share for share in given]
     if len(components) - len(known) > 1 or not all(0 <= share <= 1 for share in shares) or abs(sum(shares) - 1) > 1e-9:

@@ -8,7 +8,7 @@ from kvpress import ScorerPress
 from torch import Tensor, nn
 
 from kvpress_prob.hf import LayerPrefill
-from kvpress_prob.maths.arguments import check_ratio
+from kvpress_prob.maths.arguments import check_flag, check_ratio
 from kvpress_prob.maths.proposals import Prior, ScoresAre, accumulated_attention_proposal
 from kvpress_prob.ops.precision import without_autocast
 from kvpress_prob.sources import PrefillRows
@@ -48,6 +48,7 @@ class H2OPress(ScorerPress):
 
     def __post_init__(self):
         check_ratio(self.compression_ratio)
+        check_flag("average", self.average)
         PrefillRows(self.prior, self.max_rows)
 
     @without_autocast

@@ -7,7 +7,7 @@ from kvpress import ScorerPress
 from torch import Tensor, nn
 
 from kvpress_prob.hf import LayerPrefill
-from kvpress_prob.maths.arguments import check_ratio
+from kvpress_prob.maths.arguments import check_flag, check_ratio
 from kvpress_prob.maths.proposals import Prior, ScoresAre, min_variance_proposal
 from kvpress_prob.ops.precision import without_autocast
 from kvpress_prob.sources import PrefillRows
@@ -47,6 +47,7 @@ class MinVariancePress(ScorerPress):
 
     def __post_init__(self):
         check_ratio(self.compression_ratio)
+        check_flag("centered", self.centered)
         PrefillRows(self.prior, self.max_rows)
 
     @without_autocast

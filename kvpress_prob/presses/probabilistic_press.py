@@ -21,7 +21,7 @@ from kvpress_prob.hf import (
     watch_prefills,
 )
 from kvpress_prob.hf.borrowed import borrowed
-from kvpress_prob.maths.arguments import check_integer, check_ratio, check_seed
+from kvpress_prob.maths.arguments import check_flag, check_integer, check_ratio, check_seed
 from kvpress_prob.maths.budget import ratio_of_entries
 from kvpress_prob.maths.draw import Allocation, BudgetWeighting, DrawSettings, Sampler
 from kvpress_prob.maths.importance import Correction
@@ -172,6 +172,7 @@ class ProbabilisticPress(BasePress):
         check_seed("seed", self.seed, optional=True)
         for name, value in (("n_sink", self.n_sink), ("n_recent", self.n_recent)):
             check_integer(name, value, 0)
+        check_flag("measure_dropped_mass", self.measure_dropped_mass)
         settings = self.draw_settings  # checks itself
         self._check_components()
         if len(self.components) > 1 and settings.sampler == "top_k":

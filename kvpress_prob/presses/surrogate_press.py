@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvpress_prob.hf import decoder_of
-from kvpress_prob.maths.arguments import check_choice, check_ratio
+from kvpress_prob.maths.arguments import check_choice, check_ratio, is_number
 from kvpress_prob.maths.proposals import ScoresAre
 from kvpress_prob.sources import OUTPUTS, Output, Surrogate, find_surrogate, load_surrogate
 
@@ -60,7 +60,7 @@ class SurrogatePress(ScorerPress):
     def __post_init__(self):
         check_ratio(self.compression_ratio)
         check_choice("output", self.output, OUTPUTS)
-        if not isinstance(self.recency, (int, float)) or not 0 <= self.recency < math.inf:
+        if not is_number(self.recency) or not 0 <= self.recency < math.inf:
             raise ValueError(f"recency must be a finite number >= 0, got {self.recency!r}")
         if not isinstance(self.surrogate, Surrogate | str | Path | None):
             raise TypeError(f"surrogate must be a Surrogate, a path or None, got {type(self.surrogate).__name__}")

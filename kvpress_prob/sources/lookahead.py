@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvpress_prob.hf import AttentionInputs, Prefill, Upcoming, continued, next_logits, one_more, repeated, second_pass
-from kvpress_prob.maths.arguments import check_integer, check_positive, check_seed
+from kvpress_prob.maths.arguments import check_flag, check_integer, check_positive, check_seed
 from kvpress_prob.sources.query_rows import QueryRows, Visit
 
 
@@ -44,6 +44,7 @@ class Lookahead:
         for name, value in (("n_continuations", self.n_continuations), ("n_tokens", self.n_tokens)):
             check_integer(name, value, 1)
         check_positive("temperature", self.temperature)
+        check_flag("by_likelihood", self.by_likelihood)
         check_seed("seed", self.seed)
 
     def check(self, upcoming: Upcoming) -> None:

@@ -116,9 +116,16 @@ def compiled_decoder(model):
     return model, model
 
 
+def compiled_part(model):
+    model.model = torch.compile(model.model, backend="eager")
+    return model, model
+
+
 @pytest.mark.parametrize("used_before", [False, True])
 @pytest.mark.parametrize(
-    "how", [compiled_whole, compiled_in_place, compiled_forward, compiled_decoder], ids=lambda it: it.__name__
+    "how",
+    [compiled_whole, compiled_in_place, compiled_forward, compiled_decoder, compiled_part],
+    ids=lambda it: it.__name__,
 )
 def test_compiled_models_are_compressed(how, used_before):
     """Scenario S43."""

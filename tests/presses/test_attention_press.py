@@ -292,7 +292,7 @@ def test_r_0_makes_no_pass():
         ([Component("min")], {}, TypeError, "press must be a kvpress ScorerPress, got str"),
         (two(0.7, 0.7), {}, ValueError, r"share of the components must .* got \[0.7, 0.7\]"),
         (two(None), {}, ValueError, r"None for at most one of them, got \[None, None\]"),
-        (two(1.5), {}, ValueError, r"share of the components must .* got \[1.5, None\]"),
+        (two(1.5), {}, ValueError, r"share must be a number in .0, 1., got 1.5"),
         (two(budget_weighting="none"), {}, ValueError, "budget_weighting must be one of .*, got 'none'"),
         (two(proposal_temperature=0), {}, ValueError, "proposal_temperature must be a number > 0, got 0"),
         (two(), {"budget_weighting": "score"}, ValueError, "budget_weighting must be given to each Component"),

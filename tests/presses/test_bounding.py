@@ -12,6 +12,7 @@ from kvpress import (
     CriticalKVPress,
     KeyDiffPress,
     KnormPress,
+    LagKVPress,
     LeverageScorePress,
     RandomPress,
     ScorerPress,
@@ -612,6 +613,7 @@ def test_errors_leave_the_model_as_it_was(model):
         ({"entries_per_head": 80}, "entries_per_head must be None with a budget's max_entries, got 80"),
         ({"measure_dropped_mass": True}, "measure_dropped_mass must be False with a budget"),
         ({"n_sink": 80}, r"the newest 8 and the first 80 entries, which are always kept .*, got 96"),
+        ({"scorer": LagKVPress(lag_size=5000)}, r"the newest 9999 and the first 4 entries, .* got 96"),
         ({"scorer": SnapKVPress(window_size=90)}, r"the newest 90 and the first 0 entries, .* got 96"),
         ({"scorer": SurrogatePress(recency=1.0)}, "recency must be 0 with a budget: .*, got 1.0"),
         (

@@ -1,6 +1,8 @@
 """``ProbabilisticPress``: parameters, every kvpress scorer as a proposal, budgets, reports, seeds and re-use."""
 
 from contextlib import nullcontext
+from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
@@ -16,7 +18,16 @@ from kvpress import (
 )
 from transformers import DynamicCache
 
-from kvpress_prob import PRESSES, H2OPress, MinVariancePress, ProbabilisticPress, make_press
+from kvpress_prob import (
+    PRESSES,
+    AttentionPress,
+    Component,
+    H2OPress,
+    Lookahead,
+    MinVariancePress,
+    ProbabilisticPress,
+    make_press,
+)
 from kvpress_prob.hf import RaggedLayer, cache_bytes
 from tests.helpers.compare import assert_equals_oracle, dense
 from tests.helpers.models import tiny_gemma3, tiny_llama, tokens
@@ -382,12 +393,38 @@ def test_a_one_layer_model(allocation, sampler):
         ({"budget_weighting": "max"}, "budget_weighting must be one of .*got 'max'"),
         ({"n_sink": -1}, "n_sink must be an integer >= 0, got -1"),
         ({"n_recent": 1.5}, "n_recent must be an integer >= 0, got 1.5"),
+        ({"n_recent": 2**70}, r"n_recent must be below 2\^63, got 1180591620717411303424"),
+        ({"compression_ratio": Fraction(1, 2)}, r"compression_ratio must be a number in \[0, 1\), got Fraction"),
         ({"seed": "one"}, r"seed must be None or an integer in \[-2\^63, 2\^64\), got 'one'"),
     ],
 )
 def test_refuses_bad_parameters(kwargs, message):
     with pytest.raises(ValueError, match=message):
         ProbabilisticPress(H2OPress(), **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("of", "name"),
+    [
+        (partial(ProbabilisticPress, H2OPress()), "measure_dropped_mass"),
+        (H2OPress, "average"),
+        (MinVariancePress, "centered"),
+        (AttentionPress, "project"),
+        (Lookahead, "by_likelihood"),
+    ],
+)
+@pytest.mark.parametrize("value", ["no", 2, None])
+def test_flags_are_true_or_false(of, name, value):
+    with pytest.raises(TypeError, match=f"{name} must be True or False, got {value!r}"):
+        of(**{name: value})
+
+
+@pytest.mark.parametrize("share", ["a", True, 1.5, float("nan")])
+def test_shares_that_are_no_shares_are_refused(share):
+    with pytest.raises(ValueError, match=r"share must be a number in \[0, 1\], got"):
+        ProbabilisticPress([Component(H2OPress(), share), Component(MinVariancePress())])
+    with pytest.raises(ValueError, match="share of the components must be"):
+        ProbabilisticPress([Component(H2OPress(), lambda ratio: share), Component(MinVariancePress())])
 
 
 def test_refuses_what_is_not_a_scorer():

@@ -422,3 +422,10 @@ def test_lag_kv_protects_its_sinks_and_its_tail(length):
     assert (scores[..., :first] == 1).all()
     assert (scores[..., length - last :] == 1).all()
     assert (scores[..., first : length - last] < 1).all()
+
+
+def test_lag_kv_protects_at_most_what_it_says_for_any_length():
+    press = LagKVPress(n_sink=4, lag_size=37)
+    ends = score_rule(press).ends
+    of_lengths = [ends(press, length) for length in range(1, 4 + 5 * 37)]
+    assert ends(press, None) == (max(first for first, _ in of_lengths), max(last for _, last in of_lengths))

@@ -1,5 +1,6 @@
 """``SurrogatePress``: alone, inside ``ProbabilisticPress`` and kvpress' wrappers, chunk by chunk and while decoding."""
 
+import numpy as np
 import pytest
 import torch
 from kvpress import AdaKVPress, ChunkPress, DecodingPress, DMSPress
@@ -169,6 +170,13 @@ def test_while_decoding_inside_dms():
         masked[tuple(module)] = True
         assert torch.equal(masked, low)
         assert 0 < low.sum() < low.numel()
+
+
+@pytest.mark.parametrize("recency", [True, "1", -1, float("inf")])
+def test_recency_is_a_finite_number(recency):
+    assert SurrogatePress(recency=np.float32(0.5)).recency == 0.5
+    with pytest.raises(ValueError, match="recency must be a finite number >= 0, got"):
+        SurrogatePress(recency=recency)
 
 
 def test_scores_of_entries_whose_hidden_states_are_gone_are_refused():
