@@ -153,6 +153,17 @@ ARCHITECTURES = {
 }
 """Every architecture that is tested against the oracle."""
 
+OF_QUERIES = ("SnapKV", "TOVA", "Compactor", "ExpectedAttention")
+"""Scorers of kvpress that compute queries themselves, by an attention module's own parts."""
+
+UNREADABLE = {
+    **dict.fromkeys(("Phi", "GLM", "GLM-4", "GLM-4.5", "Llama 4", "StableLM", "OPT"), OF_QUERIES),
+    "Persimmon": (*OF_QUERIES, "LeverageScore"),
+    **dict.fromkeys(("GLM-4.7-Flash", "DeepSeek-V2", "DeepSeek-V3"), (*OF_QUERIES, "LeverageScore", "LagKV")),
+    "Gemma 3": ("ExpectedAttention",),
+}
+"""Scorers of kvpress that fail, inside kvpress, by families of ``ARCHITECTURES``."""
+
 REFUSED = {
     "GPT-2": (Architecture("GPT2LMHeadModel"), "decoder-only language model"),
     "GPT-NeoX": (Architecture("GPTNeoXForCausalLM"), "decoder-only language model"),

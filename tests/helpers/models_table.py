@@ -1,10 +1,11 @@
 """Writes ``docs/models.md`` from the models that the tests run: ``python -m tests.helpers.models_table``."""
 
+from importlib.metadata import version
 from pathlib import Path
 
 import transformers
 
-from tests.helpers.models import ARCHITECTURES, REFUSED
+from tests.helpers.models import ARCHITECTURES, REFUSED, UNREADABLE
 
 PATH = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -29,6 +30,16 @@ plain greedy loop; a left-padded batch against its rows alone. Layers that slide
 Query heads per KV head: 1, 3, 4, 8, 16. Widths of a head: 16, 48, 64, 80, 96, 128, 256. A decoder inside a multimodal
 model: Gemma 3.
 
+## Scorers of kvpress
+
+Some compute queries themselves, by parts of an attention module that not every family has. With them a
+`ProbabilisticPress` fails where kvpress fails. This package's own scorers, KeyDiff, K-norm and StreamingLLM read every
+family above.
+
+| family | what fails in kvpress {kvpress} |
+|---|---|
+{unreadable}
+
 ## Refused
 
 With one `TypeError`, before anything is compressed.
@@ -46,7 +57,14 @@ def text() -> str:
         for name, it in ARCHITECTURES.items()
     ]
     refused = [f"| {name} | `{it.model}` | {error} |" for name, (it, error) in REFUSED.items()]
-    return PAGE.format(version=transformers.__version__, tested="\n".join(tested), refused="\n".join(refused))
+    unreadable = [f"| {name} | {', '.join(UNREADABLE[name])} |" for name in ARCHITECTURES if name in UNREADABLE]
+    return PAGE.format(
+        version=transformers.__version__,
+        kvpress=version("kvpress"),
+        tested="\n".join(tested),
+        unreadable="\n".join(unreadable),
+        refused="\n".join(refused),
+    )
 
 
 if __name__ == "__main__":

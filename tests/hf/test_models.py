@@ -1,12 +1,14 @@
 """Every architecture against the oracle; unsupported ones are refused with one error."""
 
+import kvpress
 import pytest
 import torch
 from transformers import DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration
 
+from kvpress_prob import ProbabilisticPress
 from tests.helpers import models_table
 from tests.helpers.compare import assert_equals_oracle, compress, dense, greedy, press_of
-from tests.helpers.models import ARCHITECTURES, REFUSED, tiny_llama, tokens
+from tests.helpers.models import ARCHITECTURES, REFUSED, UNREADABLE, tiny_llama, tokens
 
 NO_STOP = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 
@@ -99,6 +101,28 @@ def test_unsupported_architectures_are_refused(name):
     ids, cache = tokens(8), DynamicCache()
     with pytest.raises(TypeError, match=error), press_of()(model):
         model(ids, past_key_values=cache)
+
+
+@pytest.mark.filterwarnings("ignore:every layer of")
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_scorers_of_kvpress_fail_for_the_families_that_the_page_says(name):
+    model, fails = ARCHITECTURES[name].build("sdpa"), []
+    for scorer in (
+        kvpress.SnapKVPress(window_size=8),
+        kvpress.TOVAPress(),
+        kvpress.CompactorPress(),
+        kvpress.ExpectedAttentionPress(),
+        kvpress.LeverageScorePress(),
+        kvpress.KeyDiffPress(),
+        kvpress.KnormPress(),
+        kvpress.LagKVPress(lag_size=16),
+        kvpress.StreamingLLMPress(),
+    ):
+        try:
+            compress(model, tokens(200), ProbabilisticPress(scorer, 0.5, seed=0))
+        except (AttributeError, KeyError, NotImplementedError, RuntimeError, ValueError):
+            fails.append(type(scorer).__name__.removesuffix("Press"))
+    assert tuple(fails) == UNREADABLE.get(name, ())
 
 
 def test_page_of_models_is_current():
