@@ -154,6 +154,10 @@ class TestLogProposal:
                 weights(scores, temperature=temperature),
             )
 
+    def test_an_infinite_temperature_draws_alike_from_what_has_a_weight(self):
+        got = weights(torch.tensor([[0.0, 1, 3]]), temperature=float("inf"))
+        torch.testing.assert_close(got, torch.tensor([[0.0, 1, 1]], dtype=torch.float64))
+
     def test_logits_go_through_softmax(self):
         scores = torch.tensor([[-1.0, 0, 2]])
         got = weights(scores, "logits", temperature=2.0)
