@@ -57,6 +57,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("results", type=Path, nargs="+", help="results folders of sweeps, complete or not")
     parser.add_argument("--floor", type=float, default=30.0, help="smallest score of the dense cache (default: 30)")
     parser.add_argument("--other", default="kvzip", help="press that the others are compared with (default: kvzip)")
+    parser.add_argument("--named", nargs="+", help="presses that the pictures name; the others are grey (default: all)")
     parser.add_argument("--output", type=Path, required=True)
     options = parser.parse_args(argv)
     records = pool(options.results, options.floor)
@@ -73,7 +74,7 @@ def main(argv: list[str] | None = None) -> None:
         ("score", score_curves(tables.scores, styles)),
         ("bytes", score_against_bytes(tables.scores, tables.budgets, styles)),
     ):
-        with_legend(figure, styles).savefig(options.output / f"{name}.png", dpi=150)
+        with_legend(figure, styles, options.named).savefig(options.output / f"{name}.png", dpi=150)
 
 
 if __name__ == "__main__":

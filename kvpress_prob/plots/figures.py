@@ -4,12 +4,13 @@ A panel has no legend of its own; ``with_legend`` adds one for files that stand 
 group id ``series-INDEX`` and ``band-INDEX`` of their press, which the report page uses.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import pandas as pd
 
 from kvpress_prob.extras import extra
-from kvpress_prob.plots.style import Style
+from kvpress_prob.plots.style import GREY, Style
 from kvpress_prob.records import NO_PRESS
 from kvpress_prob.records.statistics import ALL
 
@@ -80,21 +81,31 @@ def error_curves(errors: pd.DataFrame, styles: Styles, value: str = "error") -> 
     return figure
 
 
-def with_legend(figure: Figure, styles: Styles) -> Figure:
-    """The figure with its presses named beside it, without the intervals, which would hide each other."""
+def with_legend(figure: Figure, styles: Styles, named: Collection[str] | None = None) -> Figure:
+    """The figure with its presses named beside it, without the intervals, which would hide each other.
+
+    Of many presses some may be ``named``; the others are thin and grey then, and counted.
+    """
     axes = figure.axes[0]
     for band in axes.collections:
         band.set_visible(False)
     shown = {line.get_gid(): line for line in axes.get_lines()}
-    named = {press: shown.get(f"series-{style.index}") for press, style in styles.items()}
-    entries = [(line, press) for press, line in named.items() if line is not None]
+    lines = {
+        press: shown[f"series-{style.index}"] for press, style in styles.items() if f"series-{style.index}" in shown
+    }
+    others = [line for press, line in lines.items() if named is not None and press not in {NO_PRESS, *named}]
+    for line in others:
+        line.set(color=GREY, linewidth=0.8, linestyle="solid", marker="", alpha=0.6, zorder=1)
+    entries = [(line, press) for press, line in lines.items() if line not in others]
+    if others:
+        entries.append((others[0], f"{len(others)} others"))
     if entries:
         columns = -(-len(entries) // LEGEND_ROWS)
         figure.set_size_inches(SIZE[0] + 2.2 * columns, SIZE[1])
-        lines, names = zip(*entries, strict=True)
+        handles, names = zip(*entries, strict=True)
         shown_names = [name if len(name) <= LONGEST_LABEL else f"{name[: LONGEST_LABEL - 1]}…" for name in names]
         place: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5), "ncols": columns}
-        legend = axes.legend(lines, shown_names, frameon=False, fontsize=8, handlelength=3, **place)
+        legend = axes.legend(handles, shown_names, frameon=False, fontsize=8, handlelength=3, **place)
         for text in legend.get_texts():
             text.set_parse_math(False)  # a label is text, dollars too
     return figure
