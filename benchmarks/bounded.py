@@ -177,9 +177,11 @@ def ruler(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             for seed in range(arguments.seed, arguments.seed + arguments.seeds):
                 presses.append((f"{name}, one draw", seed, PRESSES[name](0.8, seed=seed)))
                 presses.append((f"{name}, bounded", seed, PRESSES[name](budget=fifth(), seed=seed)))
-            top_k = PRESSES[name](budget=fifth(), sampler="top_k", correction="none")
-            presses.append((f"{name}, bounded, top-k", None, top_k))
-        presses.append(("snapkv, bounded, top-k", None, snapkv))
+            if arguments.top_k:
+                top_k = PRESSES[name](budget=fifth(), sampler="top_k", correction="none")
+                presses.append((f"{name}, bounded, top-k", None, top_k))
+        if arguments.top_k:
+            presses.append(("snapkv, bounded, top-k", None, snapkv))
         for name, seed, press in presses:
             answer = pipe(example.context, question=example.question, answer_prefix=example.answer_prefix, press=press,
                           max_new_tokens=example.max_new_tokens)["answer"]  # fmt: skip
@@ -288,6 +290,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tasks", nargs="+", help="of RULER (default: all)")
     parser.add_argument("--examples", type=int, default=2, help="of each task")
     parser.add_argument("--ruler-chunk", type=int, default=256, help="chunks of ruler")
+    parser.add_argument("--top-k", action=argparse.BooleanOptionalAction, default=True, help="in ruler, too")
     parser.add_argument("--room", type=int, default=0, help="entries that ruler's budget has on top, for the answer")
     parser.add_argument("--seeds", type=int, default=3, help="of each draw")
     parser.add_argument("--conversations", type=int, default=4)
