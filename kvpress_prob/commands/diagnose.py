@@ -42,7 +42,7 @@ def diagnose(
     from kvpress_prob.demo.comparison import demo_text
     from kvpress_prob.models.loading import load_pipeline
     from kvpress_prob.plots.head_map import head_map
-    from kvpress_prob.prefills.frozen_heads import diagnose_heads
+    from kvpress_prob.prefills.frozen_heads import check_rows, diagnose_heads
     from kvpress_prob.records import git_commit, text_hash, versions
     from kvpress_prob.records.heads import FLAT_BUDGET, cells, summary
     from kvpress_prob.values import check_count
@@ -50,6 +50,7 @@ def diagnose(
     if output.is_file():
         raise ValueError(f"output must be a folder, got the file '{output}'")
     check_count("tokens", tokens)
+    check_rows(rows, tuple(budgets), draws)
     texts = {"demo": demo_text()} if text is None else {name: _read(Path(name)) for name in text}
     pipe = load_pipeline(model)
     begin = time.perf_counter()

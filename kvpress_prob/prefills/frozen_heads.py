@@ -77,7 +77,7 @@ def diagnose_heads(
     RuntimeError
         If a row's output is not the model's own within ``TOLERANCE``.
     """
-    _check(rows, budgets, draws)
+    check_rows(rows, budgets, draws)
     t, least = context_ids.shape[1], max(s + EXTRA[s] for s in budgets)
     if t < least + rows:
         raise ValueError(f"context must have at least {least + rows} tokens for these budgets, got {t}")
@@ -109,7 +109,8 @@ def diagnose_heads(
     return table.assign(kappa=forced.gap_ratio(top, best).numpy(), closable=forced.closable_share(top, best).numpy())
 
 
-def _check(rows: int, budgets: tuple[int, ...], draws: int) -> None:
+def check_rows(rows: int, budgets: tuple[int, ...], draws: int) -> None:
+    """Raise ``ValueError`` for numbers that ``diagnose_heads`` cannot use."""
     for name, value in (("rows", rows), ("draws", draws)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
