@@ -110,7 +110,10 @@ class PhysicalPress(BasePress):
         modules = [layer.self_attn for layer in decoder_of(model).layers]
         attention = configured_attention(modules[0])
         if modules[0].config._attn_implementation != attention:
-            raise ValueError("model is already inside a `with press(model)` block of a probabilistic press")
+            raise ValueError(
+                "model, or another with the same configuration, is already inside a `with press(model)` block of a "
+                "probabilistic press"
+            )
         if attention != "sdpa":
             raise ValueError(f"model must have attn_implementation='sdpa' for a press that hides, got {attention!r}")
         layers = _compressed_layers(model, type(self.press).__name__)
