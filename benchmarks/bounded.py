@@ -136,7 +136,7 @@ def timing(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 def text(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Both read the same texts; a budget of the same share of the tokens as one draw keeps."""
     model, tokenizer = load(arguments.model)
-    tokens, rows = 1024, []
+    tokens, rows = arguments.text_tokens, []
     texts = token_ids(tokenizer, read_texts(arguments.text), tokens + 128)
     for name, ids in tqdm(list(texts.items())[: arguments.texts], unit="text"):
 
@@ -152,7 +152,7 @@ def text(arguments: argparse.Namespace) -> list[dict[str, Any]]:
                 bounded = PRESSES[press](budget=budget(entries, None), seed=arguments.seed)
                 kl = [
                     float(F.kl_div(read_on(it, chunk), dense, log_target=True, reduction="batchmean"))
-                    for it, chunk in ((once, tokens), (bounded, 128))
+                    for it, chunk in ((once, tokens), (bounded, arguments.text_chunk))
                 ]
                 rows.append({"part": "text", "press": press, "text": name, "ratio": ratio, "kl_once": kl[0],
                              "kl_bounded": kl[1]})  # fmt: skip
@@ -286,6 +286,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--chunk", type=int, default=512, help="chunks of memory and time")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--texts", type=int, default=10)
+    parser.add_argument("--text-tokens", type=int, default=1024, help="context of text")
+    parser.add_argument("--text-chunk", type=int, default=128, help="chunks of text")
     parser.add_argument("--data", type=Path, help="RULER rows")
     parser.add_argument("--tasks", nargs="+", help="of RULER (default: all)")
     parser.add_argument("--examples", type=int, default=2, help="of each task")
