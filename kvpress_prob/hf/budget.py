@@ -36,7 +36,7 @@ class CacheBudget:
         Number of most recent queries that changing scores are made from; their own entries are kept for certain.
     room : int, default=0
         Of the entries, so many stay free for what comes after the block: a question and its answer that are as long
-        can be dropped again, for the next question over the same context.
+        push nothing out, and can be dropped again for the next question over the same context.
     start : {"prefill", "decoding"}, default="prefill"
         "decoding" leaves the prefill to the press' ``compression_ratio`` and bounds what comes after it.
     progress : bool or callable, default=False
