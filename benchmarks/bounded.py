@@ -27,7 +27,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.running import interleaved, load, medians, options, read_texts, show, token_ids, write
-from kvpress_prob import CacheBudget, Component, MinVariancePress, ProbabilisticPress, SurrogatePress
+from kvpress_prob import CacheBudget, MinVariancePress, ProbabilisticPress, SurrogatePress, make_press
 from kvpress_prob.examples.loading import load_examples
 from kvpress_prob.examples.metrics import score_prediction
 from kvpress_prob.hf import cache_bytes
@@ -52,16 +52,12 @@ def reading(ratio: float = 0.0, **settings: Any) -> ProbabilisticPress:
     return ProbabilisticPress(MinVariancePress(), ratio, n_sink=4, **settings)
 
 
-def union(ratio: float = 0.0, **settings: Any) -> ProbabilisticPress:
-    """Both, half of the budget each."""
-    parts = [
-        Component(SurrogatePress(), 0.5, budget_weighting="score", proposal_temperature=0.25),
-        Component(MinVariancePress(), 0.5),
-    ]
-    return ProbabilisticPress(parts, ratio, n_sink=4, max_weight=5.0, **settings)
+def learned(ratio: float = 0.8, **settings: Any) -> ProbabilisticPress:
+    """``prob_learned``: a surrogate's scores and what the newest rows attend to."""
+    return cast(ProbabilisticPress, make_press("prob_learned", ratio, **settings))
 
 
-PRESSES: dict[str, Callable[..., ProbabilisticPress]] = {"lookup": lookup, "reading": reading, "union": union}
+PRESSES: dict[str, Callable[..., ProbabilisticPress]] = {"lookup": lookup, "reading": reading, "learned": learned}
 
 
 def chunked(model: Any, ids: Tensor, press: ProbabilisticPress | None, chunk: int) -> Iterator[DynamicCache]:
@@ -90,7 +86,7 @@ def memory(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     entry = 2 * width * next(model.parameters()).element_size() * heads * model.config.num_hidden_layers
     rows = []
     for name in arguments.press:
-        press = PRESSES[name](budget=budget(arguments.entries, None), seed=arguments.seed)
+        press = PRESSES[name](0.8, budget=budget(arguments.entries, None), seed=arguments.seed)
         peaks: list[int] = []
         last = model.model.layers[-1].self_attn
         cache = DynamicCache()
@@ -121,7 +117,7 @@ def timing(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         ids = everything[:, :tokens]
         runs: dict[str, Callable[[], object]] = {"dense": partial(prefill, model, ids, None)}
         for name in arguments.press:
-            press = PRESSES[name](budget=budget(entries, None), seed=arguments.seed)
+            press = PRESSES[name](0.8, budget=budget(entries, None), seed=arguments.seed)
             runs[name] = partial(prefill, model, ids, press, arguments.chunk)
         times = interleaved(runs, arguments.rounds)
         ms = medians(times)
@@ -149,7 +145,7 @@ def text(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             for ratio in (0.5, 0.8):
                 entries = round((1 - ratio) * tokens)
                 once = PRESSES[press](ratio, seed=arguments.seed)
-                bounded = PRESSES[press](budget=budget(entries, None), seed=arguments.seed)
+                bounded = PRESSES[press](ratio, budget=budget(entries, None), seed=arguments.seed)
                 kl = [
                     float(F.kl_div(read_on(it, chunk), dense, log_target=True, reduction="batchmean"))
                     for it, chunk in ((once, tokens), (bounded, arguments.text_chunk))
@@ -176,9 +172,9 @@ def ruler(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         for name in arguments.press:
             for seed in range(arguments.seed, arguments.seed + arguments.seeds):
                 presses.append((f"{name}, one draw", seed, PRESSES[name](0.8, seed=seed)))
-                presses.append((f"{name}, bounded", seed, PRESSES[name](budget=fifth(), seed=seed)))
-            if arguments.top_k:
-                top_k = PRESSES[name](budget=fifth(), sampler="top_k", correction="none")
+                presses.append((f"{name}, bounded", seed, PRESSES[name](0.8, budget=fifth(), seed=seed)))
+            if arguments.top_k and name != "learned":  # which has two components
+                top_k = PRESSES[name](0.8, budget=fifth(), sampler="top_k", correction="none")
                 presses.append((f"{name}, bounded, top-k", None, top_k))
         if arguments.top_k:
             presses.append(("snapkv, bounded, top-k", None, snapkv))
@@ -202,7 +198,7 @@ def turns(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         entries = sum(len(tokenizer(it).input_ids) for it in said) // 4
         presses = {
             "dense": None,
-            **{f"{name}, bounded": PRESSES[name](budget=budget(entries, 512), seed=0) for name in arguments.press},
+            **{f"{name}, bounded": PRESSES[name](0.8, budget=budget(entries, 512), seed=0) for name in arguments.press},
             **{f"{name}, one draw of the first ten turns": PRESSES[name](0.75, seed=0) for name in arguments.press},
         }
         for name, press in presses.items():

@@ -56,11 +56,10 @@ def check_budget(press: Any) -> None:
         raise ValueError("budget must have max_entries, or the press a compression_ratio > 0, got neither")
     if press.sampler == "multinomial":
         raise ValueError("sampler must be 'systematic' (drawn by priority) or 'top_k' with a budget, got 'multinomial'")
-    lasting = all(component.rule.never_changes for component in press.components)
-    if lasting and not press.compression_ratio and any(callable(component.share) for component in press.components):
+    if not press.compression_ratio and any(callable(component.share) for component in press.components):
         raise ValueError(
-            "compression_ratio must be given with a budget, scores that never change and a share that depends on it: "
-            "shares are fixed when the budget is first exceeded"
+            "compression_ratio must be given with a budget and a share that depends on it: what the budget will be of "
+            "the whole context, since what the first chunks lose never comes back"
         )
     for component in press.components:
         scorer = component.press

@@ -80,18 +80,13 @@ class Bounding:
 
     def end(self, model: Any, cache: Cache, layers: list[RaggedLayer], tokens: int) -> None:
         """Evict, and write the press' report."""
-        length = layers[0].get_seq_length()
-        shares = shares_of(self.components, self._ratio(length))
+        shares = shares_of(self.components, self.press.compression_ratio)
         evicted = settle(layers, shares, self.amounts)
         if evicted or tokens > 1 or self.press.report is None:
             set_limits(layers)
             self.press.report, self.block.unreported = self._report(cache, layers), None
         else:
             self.block.unreported = partial(self._report, cache, layers)
-
-    def _ratio(self, length: int) -> float:
-        """The compression ratio that shares are asked for: the press' own, or what the budget is by now."""
-        return self.press.compression_ratio or self._target(length)
 
     def _target(self, length: int) -> float:
         """The compression ratio that the budget is by now."""

@@ -89,7 +89,7 @@ class ProbabilisticPress(BasePress):
     budget : CacheBudget, optional, default=None
         Bound the cache at all times, or only while decoding. None compresses once, after the prefill, and keeps every
         token that is appended. With a budget, ``sampler="systematic"`` draws by priority, and scores that change are
-        drawn from again and again.
+        drawn from again and again. ``compression_ratio`` is then what shares that depend on it are asked for.
 
     Attributes
     ----------

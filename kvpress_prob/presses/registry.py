@@ -14,6 +14,7 @@ registry, in a ``PhysicalPress``: the same answers, and memory that drops.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from kvpress import (
     AdaKVPress,
@@ -29,6 +30,7 @@ from kvpress import (
     TOVAPress,
 )
 
+from kvpress_prob.hf import CacheBudget
 from kvpress_prob.maths.arguments import check_ratio
 from kvpress_prob.presses.attention_press import AttentionPress
 from kvpress_prob.presses.component import Component
@@ -129,7 +131,9 @@ PHYSICAL_PRESSES: dict[str, Callable[[], PhysicalPress]] = {
 }
 
 
-def make_press(name: str, compression_ratio: float = 0.0, seed: int | None = 0) -> ProbabilisticPress | PhysicalPress:
+def make_press(
+    name: str, compression_ratio: float = 0.0, seed: int | None = 0, budget: CacheBudget | None = None
+) -> ProbabilisticPress | PhysicalPress:
     """A new press by name.
 
     Parameters
@@ -140,15 +144,22 @@ def make_press(name: str, compression_ratio: float = 0.0, seed: int | None = 0) 
         DuoAttention takes it as the ratio of its heads.
     seed : int, optional, default=0
         Seed of the draw, for the presses that draw.
+    budget : CacheBudget, optional, default=None
+        What the cache may hold at any time (docs/bounded.md), for presses that draw and make no second pass.
 
     Raises
     ------
     ValueError
-        For an unknown name; the message lists the known ones. For a ratio outside [0, 1).
+        For an unknown name; the message lists the known ones. For a ratio outside [0, 1). For a budget that the press
+        cannot keep to.
     """
     check_ratio(compression_ratio)
     if name not in PRESSES and name not in PHYSICAL_PRESSES:
         raise ValueError(f"name must be one of {sorted([*PRESSES, *PHYSICAL_PRESSES])}, got {name!r}")
-    press = PRESSES[name](seed) if name in PRESSES else PHYSICAL_PRESSES[name]()
-    press.compression_ratio = compression_ratio
-    return press
+    if name in PHYSICAL_PRESSES:
+        if budget is not None:
+            raise ValueError(f"budget must be None for {name}, which needs the finished prefill, got {budget}")
+        press = PHYSICAL_PRESSES[name]()
+        press.compression_ratio = compression_ratio
+        return press
+    return replace(PRESSES[name](seed), compression_ratio=compression_ratio, budget=budget)

@@ -7,7 +7,7 @@ from kvpress import AdaKVPress, ChunkPress, DecodingPress, DMSPress
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
-from kvpress_prob import ProbabilisticPress, SurrogatePress, make_press
+from kvpress_prob import CacheBudget, ProbabilisticPress, SurrogatePress, make_press
 from kvpress_prob.hf import watch_prefills
 from tests.helpers.models import ARCHITECTURES, tiny_gemma3, tiny_llama, tokens
 from tests.helpers.surrogates import random_surrogate
@@ -130,6 +130,24 @@ def test_prob_learned_of_the_registry():
         model(tokens(120), past_key_values=DynamicCache())
     assert press.report is not None
     assert abs(press.report.achieved_ratio - 0.8) < 0.02
+
+
+def test_prob_learned_over_a_bounded_cache():
+    """What the first chunks lose never comes back: shares are those of the whole context from the first one on."""
+    model, budget = tiny_llama(), CacheBudget(96, chunk_size=32, interval=8, queries=8)
+    press = make_press("prob_learned", 0.6, budget=budget)
+    cache = DynamicCache()
+    with press(model):
+        model(tokens(240), past_key_values=cache)
+    assert press.report is not None
+    assert press.report.kept.double().mean() <= 96
+    assert model(tokens(1), past_key_values=cache).logits.isfinite().all()
+    with pytest.raises(ValueError, match=r"compression_ratio must be given with a budget and a share that depends on"):
+        make_press("prob_learned", budget=budget)
+    with pytest.raises(ValueError, match="Reconstruction needs the finished prefill"):
+        make_press("prob_best", 0.6, budget=budget)
+    with pytest.raises(ValueError, match="budget must be None for kvzip_physical, which needs the finished prefill"):
+        make_press("kvzip_physical", 0.6, budget=budget)
 
 
 @pytest.mark.parametrize("wrap", [AdaKVPress, ChunkPress])
