@@ -27,7 +27,7 @@ from tqdm import tqdm
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.running import interleaved, load, medians, options, read_texts, show, token_ids, write
-from kvpress_prob import CacheBudget, MinVariancePress, ProbabilisticPress, SurrogatePress, make_press
+from kvpress_prob import CacheBudget, Component, MinVariancePress, ProbabilisticPress, SurrogatePress, make_press
 from kvpress_prob.examples.loading import load_examples
 from kvpress_prob.examples.metrics import score_prediction
 from kvpress_prob.hf import cache_bytes
@@ -52,12 +52,23 @@ def reading(ratio: float = 0.0, **settings: Any) -> ProbabilisticPress:
     return ProbabilisticPress(MinVariancePress(), ratio, n_sink=4, **settings)
 
 
+def union(ratio: float = 0.0, **settings: Any) -> ProbabilisticPress:
+    """Both, half of the budget each."""
+    parts = [
+        Component(SurrogatePress(), 0.5, budget_weighting="score", proposal_temperature=0.25),
+        Component(MinVariancePress(), 0.5),
+    ]
+    return ProbabilisticPress(parts, ratio, n_sink=4, max_weight=5.0, **settings)
+
+
 def learned(ratio: float = 0.8, **settings: Any) -> ProbabilisticPress:
-    """``prob_learned``: a surrogate's scores and what the newest rows attend to."""
+    """``prob_learned``: both, by its shares."""
     return cast(ProbabilisticPress, make_press("prob_learned", ratio, **settings))
 
 
-PRESSES: dict[str, Callable[..., ProbabilisticPress]] = {"lookup": lookup, "reading": reading, "learned": learned}
+PRESSES: dict[str, Callable[..., ProbabilisticPress]] = {
+    "lookup": lookup, "reading": reading, "union": union, "learned": learned
+}  # fmt: skip
 
 
 def chunked(model: Any, ids: Tensor, press: ProbabilisticPress | None, chunk: int) -> Iterator[DynamicCache]:
@@ -173,7 +184,7 @@ def ruler(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             for seed in range(arguments.seed, arguments.seed + arguments.seeds):
                 presses.append((f"{name}, one draw", seed, PRESSES[name](0.8, seed=seed)))
                 presses.append((f"{name}, bounded", seed, PRESSES[name](0.8, budget=fifth(), seed=seed)))
-            if arguments.top_k and name != "learned":  # which has two components
+            if arguments.top_k and len(PRESSES[name]().components) == 1:
                 top_k = PRESSES[name](0.8, budget=fifth(), sampler="top_k", correction="none")
                 presses.append((f"{name}, bounded, top-k", None, top_k))
         if arguments.top_k:
