@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -27,7 +28,15 @@ from tqdm import tqdm
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from benchmarks.running import interleaved, load, medians, options, read_texts, show, token_ids, write
-from kvpress_prob import CacheBudget, Component, MinVariancePress, ProbabilisticPress, SurrogatePress, make_press
+from kvpress_prob import (
+    CacheBudget,
+    Component,
+    H2OPress,
+    MinVariancePress,
+    ProbabilisticPress,
+    SurrogatePress,
+    make_press,
+)
 from kvpress_prob.examples.loading import load_examples
 from kvpress_prob.examples.metrics import score_prediction
 from kvpress_prob.hf import cache_bytes
@@ -52,6 +61,11 @@ def reading(ratio: float = 0.0, **settings: Any) -> ProbabilisticPress:
     return ProbabilisticPress(MinVariancePress(), ratio, n_sink=4, **settings)
 
 
+def accumulated(ratio: float = 0.0, **settings: Any) -> ProbabilisticPress:
+    """What the newest rows attend to, all alike: fewer of them change the draw less."""
+    return ProbabilisticPress(H2OPress(), ratio, n_sink=4, **settings)
+
+
 def union(ratio: float = 0.0, **settings: Any) -> ProbabilisticPress:
     """Both, half of the budget each."""
     parts = [
@@ -67,7 +81,7 @@ def learned(ratio: float = 0.8, **settings: Any) -> ProbabilisticPress:
 
 
 PRESSES: dict[str, Callable[..., ProbabilisticPress]] = {
-    "lookup": lookup, "reading": reading, "union": union, "learned": learned
+    "lookup": lookup, "reading": reading, "accumulated": accumulated, "union": union, "learned": learned
 }  # fmt: skip
 
 
@@ -156,7 +170,8 @@ def text(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             for ratio in (0.5, 0.8):
                 entries = round((1 - ratio) * tokens)
                 once = PRESSES[press](ratio, seed=arguments.seed)
-                bounded = PRESSES[press](ratio, budget=budget(entries, None), seed=arguments.seed)
+                within = replace(budget(entries, None), queries=arguments.queries)
+                bounded = PRESSES[press](ratio, budget=within, seed=arguments.seed)
                 kl = [
                     float(F.kl_div(read_on(it, chunk), dense, log_target=True, reduction="batchmean"))
                     for it, chunk in ((once, tokens), (bounded, arguments.text_chunk))
@@ -294,6 +309,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--texts", type=int, default=10)
     parser.add_argument("--text-tokens", type=int, default=1024, help="context of text")
+    parser.add_argument("--queries", type=int, default=32, help="newest rows that text's budget reads")
     parser.add_argument("--text-chunk", type=int, default=128, help="chunks of text")
     parser.add_argument("--data", type=Path, help="RULER rows")
     parser.add_argument("--tasks", nargs="+", help="of RULER (default: all)")
