@@ -62,7 +62,7 @@ def reading(ratio: float = 0.0, **settings: Any) -> ProbabilisticPress:
 
 
 def accumulated(ratio: float = 0.0, **settings: Any) -> ProbabilisticPress:
-    """What the newest rows attend to, all alike: fewer of them change the draw less."""
+    """What the newest rows attend to, every row counting alike."""
     return ProbabilisticPress(H2OPress(), ratio, n_sink=4, **settings)
 
 
