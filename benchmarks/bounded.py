@@ -67,7 +67,7 @@ def accumulated(ratio: float = 0.0, **settings: Any) -> ProbabilisticPress:
 
 
 def union(ratio: float = 0.0, **settings: Any) -> ProbabilisticPress:
-    """Both, half of the budget each."""
+    """A surrogate's scores and what the newest rows attend to, half of the budget each."""
     parts = [
         Component(SurrogatePress(), 0.5, budget_weighting="score", proposal_temperature=0.25),
         Component(MinVariancePress(), 0.5),
@@ -76,7 +76,7 @@ def union(ratio: float = 0.0, **settings: Any) -> ProbabilisticPress:
 
 
 def learned(ratio: float = 0.8, **settings: Any) -> ProbabilisticPress:
-    """``prob_learned``: both, by its shares."""
+    """``prob_learned``: the same two by its own shares, and 64 rows."""
     return cast(ProbabilisticPress, make_press("prob_learned", ratio, **settings))
 
 
@@ -111,7 +111,7 @@ def memory(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     entry = 2 * width * next(model.parameters()).element_size() * heads * model.config.num_hidden_layers
     rows = []
     for name in arguments.press:
-        press = PRESSES[name](0.8, budget=budget(arguments.entries, None), seed=arguments.seed)
+        press = PRESSES[name](budget=budget(arguments.entries, None), seed=arguments.seed)
         peaks: list[int] = []
         last = model.model.layers[-1].self_attn
         cache = DynamicCache()
@@ -142,7 +142,7 @@ def timing(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         ids = everything[:, :tokens]
         runs: dict[str, Callable[[], object]] = {"dense": partial(prefill, model, ids, None)}
         for name in arguments.press:
-            press = PRESSES[name](0.8, budget=budget(entries, None), seed=arguments.seed)
+            press = PRESSES[name](budget=budget(entries, None), seed=arguments.seed)
             runs[name] = partial(prefill, model, ids, press, arguments.chunk)
         times = interleaved(runs, arguments.rounds)
         ms = medians(times)
@@ -198,9 +198,9 @@ def ruler(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         for name in arguments.press:
             for seed in range(arguments.seed, arguments.seed + arguments.seeds):
                 presses.append((f"{name}, one draw", seed, PRESSES[name](0.8, seed=seed)))
-                presses.append((f"{name}, bounded", seed, PRESSES[name](0.8, budget=fifth(), seed=seed)))
+                presses.append((f"{name}, bounded", seed, PRESSES[name](budget=fifth(), seed=seed)))
             if arguments.top_k and len(PRESSES[name]().components) == 1:
-                top_k = PRESSES[name](0.8, budget=fifth(), sampler="top_k", correction="none")
+                top_k = PRESSES[name](budget=fifth(), sampler="top_k", correction="none")
                 presses.append((f"{name}, bounded, top-k", None, top_k))
         if arguments.top_k:
             presses.append(("snapkv, bounded, top-k", None, snapkv))
@@ -224,7 +224,7 @@ def turns(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         entries = sum(len(tokenizer(it).input_ids) for it in said) // 4
         presses = {
             "dense": None,
-            **{f"{name}, bounded": PRESSES[name](0.8, budget=budget(entries, 512), seed=0) for name in arguments.press},
+            **{f"{name}, bounded": PRESSES[name](budget=budget(entries, 512), seed=0) for name in arguments.press},
             **{f"{name}, one draw of the first ten turns": PRESSES[name](0.75, seed=0) for name in arguments.press},
         }
         for name, press in presses.items():

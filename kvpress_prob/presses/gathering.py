@@ -62,9 +62,9 @@ class Gathering:
     ----------
     components : sequence of Component
     compression_ratio : float
-        What the scorers are told.
-    ratio_of : callable, optional
-        In its place: the ratio of a batch row by its number of tokens.
+        Of the press; results are shared by it.
+    ratio_of : callable
+        What the scorers are told of a batch row, by its number of tokens.
     uniform_mix : float
     n_sink, n_recent : int
         First and last entries of every head that are always kept.
@@ -77,15 +77,14 @@ class Gathering:
         components: Sequence[Component],
         compression_ratio: float,
         *,
-        ratio_of: Callable[[int], float] | None = None,
+        ratio_of: Callable[[int], float],
         uniform_mix: float = 0.0,
         n_sink: int = 0,
         n_recent: int = 0,
         measure_dropped_mass: bool = False,
     ):
         self.components = components
-        self.compression_ratio = compression_ratio
-        self.ratio_of = ratio_of or (lambda tokens: compression_ratio)
+        self.compression_ratio, self.ratio_of = compression_ratio, ratio_of
         self.uniform_mix = uniform_mix
         self.n_sink, self.n_recent = n_sink, n_recent
         self.measure_dropped_mass = measure_dropped_mass

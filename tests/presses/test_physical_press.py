@@ -226,6 +226,13 @@ def test_chunks_that_are_not_compressed_are_said(model):
 
 
 @torch.no_grad()
+def test_a_press_that_hides_nothing_says_nothing_of_later_chunks(model, recwarn):
+    with PhysicalPress(AdaKVPress(SnapKVPress(0.0, window_size=8)))(model):
+        model.generate(tokens(200), prefill_chunk_size=50, max_new_tokens=2, eos_token_id=None)
+    assert not [it for it in recwarn if "kept whole" in str(it.message)]
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["AdaKV", "KVzip"])
 def test_threads_wait_for_each_other(model, name):
     """While a prefill is enclosed, kvpress' hooks are on the model: nobody else may run into them."""

@@ -7,7 +7,7 @@ from kvpress import AdaKVPress, ChunkPress, DecodingPress, DMSPress
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
-from kvpress_prob import CacheBudget, ProbabilisticPress, SurrogatePress, make_press
+from kvpress_prob import CacheBudget, Component, MinVariancePress, ProbabilisticPress, SurrogatePress, make_press
 from kvpress_prob.hf import watch_prefills
 from tests.helpers.models import ARCHITECTURES, tiny_gemma3, tiny_llama, tokens
 from tests.helpers.surrogates import random_surrogate
@@ -133,7 +133,6 @@ def test_prob_learned_of_the_registry():
 
 
 def test_prob_learned_over_a_bounded_cache():
-    """What the first chunks lose never comes back: shares are those of the whole context from the first one on."""
     model, budget = tiny_llama(), CacheBudget(96, chunk_size=32, interval=8, queries=8)
     press = make_press("prob_learned", 0.6, budget=budget)
     cache = DynamicCache()
@@ -148,6 +147,17 @@ def test_prob_learned_over_a_bounded_cache():
         make_press("prob_best", 0.6, budget=budget)
     with pytest.raises(ValueError, match="budget must be None for kvzip_physical, which needs the finished prefill"):
         make_press("kvzip_physical", 0.6, budget=budget)
+
+
+def test_shares_over_a_bounded_cache_are_those_of_the_whole_context():
+    """What the first chunks lose never comes back, however small the context was then."""
+    asked, model = [], tiny_llama()
+    parts = [Component(SurrogatePress(), lambda ratio: asked.append(ratio) or 0.5), Component(MinVariancePress())]
+    budget = CacheBudget(96, chunk_size=32, interval=8, queries=8)
+    with ProbabilisticPress(parts, 0.6, budget=budget, seed=0)(model):
+        model(tokens(240), past_key_values=DynamicCache())
+    assert len(asked) > 3
+    assert set(asked) == {0.6}
 
 
 @pytest.mark.parametrize("wrap", [AdaKVPress, ChunkPress])
